@@ -11,7 +11,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from tests import target
 from tests.lock_order import locks_in_order
-from tierstore.training import planned
+from tierstore.training import first_call, first_plan, planned
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +41,14 @@ def _locks_are_taken_in_order() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _runs_are_not_planned_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def _runs_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no machine be so busy that a few steps are worth a search: what moves would be the clock's to say.
 
-    `test_planned` is about what it says.
+    Nor is anything planned before the first step: what moves is that of the rules, in less time.
+    `test_planned` and `test_planned_first` are about what plans do.
     """
+    monkeypatch.setattr(first_call, "MOST_BUNDLES", 0)
+    monkeypatch.setattr(first_plan, "MOST_MOMENTS", 0)
     monkeypatch.setattr(planned, "SHARE_OF_TIME", 0.0)
 
 

@@ -202,10 +202,11 @@ class OffloadConfig:
         offload_grad: the same for gradients.
         offload_optimizer: the same for optimizer state.
         auto_offload: whether those of parameters, gradients and optimizer state only say where bytes start
-            out, and the quotas and the plan decide from then on, which is chosen again as steps show what
-            they do; with ``False`` they are obeyed after every use.
+            out, and the quotas and the plan decide from then on, which is chosen before the first step and
+            again as steps show what they do; with ``False`` they are obeyed after every use.
         foresee: whether a run that cannot fit on the device is refused at the model's first call, before
-            anything is computed: its forward then runs once on a copy without bytes.
+            anything is computed, and others are planned there: its forward then runs once on a copy without
+            bytes.
         offload_cpu_size: quota of host memory; ``None``: what is available.
         offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.  More than that is logged as a
             warning.

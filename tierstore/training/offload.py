@@ -35,9 +35,7 @@ from tierstore.training.offloadable import check_model
 from tierstore.training.opening import Others, find_former, open_session
 from tierstore.training.place import given_patterns, placement_around
 from tierstore.training.placing import marks_of
-from tierstore.training.planned import RunPlanner, is_planned
 from tierstore.training.run import Offload
-from tierstore.training.run_machine import machine_of
 from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.tables.division import AllHere, TableDivision
@@ -223,8 +221,6 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
                 )
                 session.apply_to_activations(*activations)
                 say_opened(session)
-                if is_planned(session, settings):
-                    RunPlanner(session, machine_of(store, settings), settings).watch()
                 resumed = None if former is None else former.resumed
                 run = Offload(model, optimizers, session, resumed, on_close=on_close, ranks=ranks)
                 division.opened()

@@ -13,7 +13,7 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
-from tierstore.planning import PlacedMark, Placement, Stashing, rules
+from tierstore.planning import Machine, PlacedMark, Placement, Stashing, rules
 from tierstore.planning.placement import patterns_in, tiers_in
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
@@ -28,7 +28,8 @@ from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
 from tierstore.training.checkpoints.weights import Weights
-from tierstore.training.foreseen import FirstCall, ForeseenRun, foresee
+from tierstore.training.first_call import FirstCall, first_call_of
+from tierstore.training.foreseen import ForeseenRun
 from tierstore.training.formats.json_codec import not_in_the_model
 from tierstore.training.inventory import Inventory
 from tierstore.training.modules import replicas
@@ -47,7 +48,9 @@ from tierstore.training.optimizer_needs import (
 )
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import placement_of, use_tiers
+from tierstore.training.planned import RunPlanner, is_planned
 from tierstore.training.policies import policies_for
+from tierstore.training.run_machine import machine_of
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tables.cache_wishes import (
@@ -132,7 +135,9 @@ def open_session(
     former = source if isinstance(source, ResumedCheckpoint) else None
     use_tiers(store, tiers_in(config.placement))
     plan = _plan(model, optimizers, config, store, former, selection, marks, others.division)
-    first_call = _foreseen(model, optimizers, config, store, plan)
+    machine = machine_of(store, config)
+    there = {tier.name: tier.capacity_bytes for tier in store.config.tiers}
+    first_call = _foreseen(model, optimizers, config, machine.with_capacities(there), plan)
     inventory = Inventory()
     policies = policies_for(
         optimizers,
@@ -163,6 +168,8 @@ def open_session(
         say_placed(model, plan.placed, store.device)
         if first_call is not None:
             first_call.watch(session.hold)
+        if is_planned(config, optimizers, plan.placement) and not list(plan.tables.attached()):
+            RunPlanner(session, machine, config, first_call).watch()
     except BaseException:
         session.undo()
         raise
@@ -173,14 +180,15 @@ def _foreseen(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
-    store: RunStore,
+    machine: Machine,
     plan: _SessionPlan,
 ) -> FirstCall | None:
-    """Return what refuses a run that cannot fit, once its inputs are known."""
+    """Return what knows a step of the run, once its inputs are known."""
     certain_bytes = sum(each.nbytes for each in plan.sets)
     is_plain = not plan.placed.are_any and not plan.tables.whole_bytes
-    run = ForeseenRun(config, plan.placement, plan.groups, certain_bytes, is_plain)
-    return foresee(model, optimizers, store, run)
+    wants_plan = is_planned(config, optimizers, plan.placement)
+    run = ForeseenRun(config, plan.placement, plan.groups, certain_bytes, is_plain, wants_plan)
+    return first_call_of(model, optimizers, machine, run)
 
 
 # ---------------------------------------------------------------------- what goes where

@@ -1,15 +1,19 @@
-"""Plans a run anew as its steps show what they do: what tiers write back early, and what is brought ahead.
+"""Plans a run before its first step and as its steps show more: what tiers write back early, and have ahead.
 
-1. Two recorded steps make a program; links are as fast as they were seen to be.  A search simulates
-   placements, today's rules among them, and the best one holds from the next step on.
-2. Where two steps in a row take 20 % more or less than was predicted, two more are recorded and the search is
-   made again: each time after twice as many steps as before, and a few times only.
-3. Bits never depend on it: what is changed says when bytes move, and nothing else.
-4. Searching takes a small share of the time that steps have taken: it waits until it is worth it.
-5. Whatever goes wrong in planning is logged and ends it; the run goes on with what it has.
+1. Before the first step a copy of the model without bytes tells what a step does, where it can
+   (`tierstore.training.first_call`), and figures of the machine how long that takes.
+2. Two recorded steps make a better program; links are as fast as they were seen to be.  It is planned with
+   where nothing was planned before, or two steps in a row take 20 % more or less than was predicted.
+3. A search simulates placements, today's rules among them, and the best one holds from then on.
+4. Where steps differ from that by as much, two more are recorded and the search is made again: each time
+   after twice as many steps as before, and a few times only.
+5. Bits never depend on it: what is changed says when bytes move, and nothing else.
+6. Searching takes a small share of the time that steps have taken: it waits until it is worth it.  Before the
+   first step it waits for nothing, and its size is bounded.
+7. Whatever goes wrong in planning is logged and ends it; the run goes on with what it has.
 
 Where a device computes apart from the host (an accelerator's streams) nothing is planned while steps run: the
-host's clock does not tell what the device's kernels take.
+host's clock does not tell what the device's kernels take.  What was planned before the first one holds.
 """
 
 from __future__ import annotations
@@ -18,25 +22,26 @@ import contextlib
 import enum
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
+from torch.optim import Optimizer
 
 from tierstore.config import OffloadConfig
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, UsageError
 from tierstore.planning.machine import Machine
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import Program
-from tierstore.planning.searching import Choice, Levers, search
+from tierstore.planning.searching import Choice, search
+from tierstore.training.first_call import FirstCall
+from tierstore.training.first_plan import LEVERS, assumed_of, first_choice
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.recorded_runs import program_from
 from tierstore.training.recording.marks import RecordedStep, RecordedSteps
 from tierstore.training.recording.recorder import FIRST_STEP
 from tierstore.training.run_machine import conditions_of, with_seen_rates
 from tierstore.training.session import Session
-
-LEVERS = Levers.HIGH | Levers.AHEAD
-"""What can be changed while a run goes on."""
 
 DRIFT = 0.2
 """By how much of the prediction a step may differ from it."""
@@ -79,6 +84,7 @@ class RunPlanner:
         session: of the run.
         machine: that it has, as it was opened.
         config: of the run.
+        first_call: knows what a step does, before the first one; ``None``: nobody does.
 
     Attributes:
         stage: what it does.
@@ -86,12 +92,16 @@ class RunPlanner:
         predicted_s: seconds of a step under the placement that holds; only where there is a choice.
     """
 
-    def __init__(self, session: Session, machine: Machine, config: OffloadConfig) -> None:
+    def __init__(
+        self, session: Session, machine: Machine, config: OffloadConfig, first_call: FirstCall | None = None
+    ) -> None:
         self.stage = Stage.LEARNING
+        self._first_call = first_call
         self.choice: Choice | None = None
         self.predicted_s = 0.0
         self._session = session
         self._machine = machine
+        self._is_timed = not machine.has_streams
         # Nothing stops a run above its quota on an emulated device, but for its leases.
         self._conditions = replace(conditions_of(config, machine), is_enforced=machine.has_streams)
         self._number = 0  # of the step that the run is in
@@ -107,6 +117,9 @@ class RunPlanner:
 
     def watch(self) -> None:
         """Plan between steps from now on, until the session ends."""
+        if not self._is_timed and self._first_call is None:
+            self.stage = Stage.RESTING
+            return
         self._session.hold(self)
         hook = _BeforeModel(self)
         self._session.hold(self._session.model.register_forward_pre_hook(hook))
@@ -114,10 +127,13 @@ class RunPlanner:
     def remove(self) -> None:
         """Plan nothing any more.  Idempotent."""
         self.stage = Stage.RESTING
+        self._first_call = None
         self._recording.close()
 
     def look(self) -> None:
         """The model begins to run: maybe a step begins with it."""
+        if self._first_call is not None:
+            self._look_first(self._first_call)
         number = self._session.recorder.number
         if self.stage is Stage.RESTING or number == self._number:
             return
@@ -134,11 +150,44 @@ class RunPlanner:
         self._begun_s = time.perf_counter()
         self._planned_s += self._begun_s - now
 
+    # --- before the first step ----------------------------------------------------------------
+
+    def _look_first(self, first_call: FirstCall) -> None:
+        program = first_call.take()
+        if program is None:
+            return
+        self._first_call = None
+        try:
+            self._plan_first(program)
+        except (CapacityError, UsageError) as reason:
+            log.debug("planning is left to the steps: %s", reason)
+        except Exception:
+            log.debug("the run is not planned", exc_info=True)
+            self.remove()
+        if not self._is_timed:
+            self.remove()
+
+    def _plan_first(self, program: Program) -> None:
+        given = self._session.placing.placement
+        choice = first_choice(program, self._machine, given, self._conditions)
+        assumed = assumed_of(self._machine)
+        number = self._session.recorder.number
+        when = "the first step" if number <= 1 else f"step {number}"
+        self._decide(choice, f"before {when}", f"; assumed: {assumed}" if assumed else "")
+
+    # --- comparing ----------------------------------------------------------------------------
+
     def _step_begins(self, seconds: float) -> None:
         """A step begins after one that took so long."""
         if self.stage is Stage.LEARNING:
             recorder = self._session.recorder
-            if recorder.learned is not None and not recorder.missing and self._is_worth_it(recorder.learned):
+            if recorder.learned is None or recorder.missing:
+                return
+            self._first_call = None  # what steps have shown is better
+            if self.choice is not None:  # before the first step: it holds as long as it is right
+                self._until = self._number
+                self.stage = Stage.FOLLOWING
+            elif self._is_worth_it(recorder.learned):
                 self._plan(recorder.learned, recorder.known())
         elif self.stage is Stage.FOLLOWING:
             self._compare(seconds)
@@ -150,17 +199,25 @@ class RunPlanner:
         search_s = SEARCH_S_A_MOMENT * len(recorded.recording.leases) / RECORDED_STEPS
         return search_s + self._planned_s <= SHARE_OF_TIME * self._trained_s
 
-    # --- comparing ----------------------------------------------------------------------------
-
     def _compare(self, seconds: float) -> None:
         if self._number <= self._until:
             return
         is_like = abs(seconds - self.predicted_s) <= DRIFT * self.predicted_s
         self._differing = 0 if is_like else self._differing + 1
+        if not self._plans:
+            self._plan_with_learned()
+            return
         is_paid = 2 * self._planned_s <= SHARE_OF_TIME * self._trained_s
         if self._differing >= STEPS_THAT_DIFFER and is_paid:
             self._recorded = self._recording.enter_context(self._session.recorder.watched())
             self.stage = Stage.RECORDING
+
+    def _plan_with_learned(self) -> None:
+        """Correct what was planned before the first step, if it was wrong."""
+        recorder = self._session.recorder
+        assert recorder.learned is not None
+        if self._differing >= STEPS_THAT_DIFFER and self._is_worth_it(recorder.learned):
+            self._plan(recorder.learned, recorder.known())
 
     def _end_recording(self) -> None:
         """Plan anew, if enough steps were recorded since the comparison."""
@@ -192,6 +249,11 @@ class RunPlanner:
     def _choose(self, program: Program, machine: Machine) -> None:
         given = self._session.placing.placement
         choice = search(program, machine, given=given, levers=LEVERS, conditions=self._conditions)
+        self._decide(choice, f"after step {self._number - 1}")
+
+    def _decide(self, choice: Choice, when: str, note: str = "") -> None:
+        """Let what was found hold, if it is worth a change, and say so."""
+        given = self._session.placing.placement
         chosen_s = choice.timeline.step_s
         given_s = next((each.step_s for each in choice.rejected if each.placement == given), chosen_s)
         self.choice, self.predicted_s = choice, chosen_s
@@ -201,7 +263,7 @@ class RunPlanner:
             why = f"nothing is changed: {why}" if choice.placement != given else why
         else:
             self._apply(choice.placement)
-        log.info("planned after step %d: %s", self._number - 1, why)
+        log.info("planned %s: %s%s", when, why, note)
 
     def _apply(self, placement: Placement) -> None:
         """Let a placement hold from now on: in what tiers write back early, and have ahead."""
@@ -234,18 +296,12 @@ class _BeforeModel(Hook):
         self._planner.look()
 
 
-def is_planned(session: Session, config: OffloadConfig) -> bool:
-    """Return whether a run is planned while it goes on: if nobody says what goes where, and something moves.
+def is_planned(config: OffloadConfig, optimizers: Sequence[Optimizer], placement: Placement) -> bool:
+    """Return whether a run is planned, if it has no tables: nobody says what goes where, and something moves.
 
     Args:
-        session: of the run.
         config: of the run.
+        optimizers: that train.
+        placement: with which it is opened.
     """
-    return (
-        config.auto_offload
-        and config.placement is None
-        and bool(session.optimizers)
-        and bool(session.placing.placement.ahead)
-        and session.store.device.type == "cpu"
-        and not list(session.tables.attached())
-    )
+    return config.auto_offload and config.placement is None and bool(optimizers) and bool(placement.ahead)

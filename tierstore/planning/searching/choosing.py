@@ -47,6 +47,7 @@ _OCTAVES = 6  # below the quota: less than a sixty-fourth of it is no quota
 class Effort(enum.Enum):
     """How many placements are simulated, beside what was given and today's rules."""
 
+    LITTLE = 2
     USUAL = 6
     EXHAUSTIVE = 0  # all: for small programs
 
@@ -119,7 +120,7 @@ def search(
         for placement in _on_grid(program, machine, _combined(program, machine, base, levers)):
             trials.simulate(placement)
     else:
-        _simulate_best_of_joint(trials, program, machine, base, levers, conditions)
+        _simulate_best_of_joint(trials, program, machine, base, levers, conditions, effort)
     bound_s = lower_bound(program, machine, given=base, levers=levers, conditions=conditions, solve=solve)
     return trials.choice(base, bound_s)
 
@@ -263,17 +264,18 @@ def _simulate_best_of_joint(
     base: Placement,
     levers: Levers,
     conditions: Conditions,
+    effort: Effort,
 ) -> None:
     """Look at a large program with its neighbouring moments joined, and simulate the best of that in full."""
     joint = coarsen(program, _MOST_MOMENTS)
     narrowed = joint.narrowed(base)
     are_alike = joint.spread(narrowed) == base  # else what was given of single bundles would be lost
     if joint.program is program or not are_alike:
-        _simulate_best(trials, program, machine, base, levers, conditions)
+        _simulate_best(trials, program, machine, base, levers, conditions, effort)
         return
     rough = _Trials(joint.program, machine, conditions)
     rough.simulate(narrowed)
-    _simulate_best(rough, joint.program, machine, narrowed, levers, conditions)
+    _simulate_best(rough, joint.program, machine, narrowed, levers, conditions, effort)
     uses = sum(len(moment.uses) for moment in program.moments)
     for placement in rough.fastest(_LEAST_SIMULATIONS if uses <= _SIMULATED_USES // 2 else 1):
         trials.simulate(joint.spread(placement))
@@ -286,6 +288,7 @@ def _simulate_best(
     base: Placement,
     levers: Levers,
     conditions: Conditions,
+    effort: Effort,
 ) -> None:
     """Simulate what is best by the estimate, and then what is close to what is best by the simulator."""
     uses = sum(len(moment.uses) for moment in program.moments) + len(program.moments)
@@ -297,7 +300,7 @@ def _simulate_best(
         for lever in _ordered(levers, fits=math.isfinite(estimates.step_s(current))):
             current = estimates.best_of(current, lever)
     single = [estimates.best_of(base, lever) for lever in levers]
-    most = max(_LEAST_SIMULATIONS, min(Effort.USUAL.value, _SIMULATED_USES // uses))
+    most = max(_LEAST_SIMULATIONS, min(effort.value, _SIMULATED_USES // uses))
     several = list(itertools.islice(estimates.ranked(), max(most // 2, 1)))
     for placement in (*several, *sorted(single, key=estimates.step_s)[: most - len(several)]):
         trials.simulate(placement)
