@@ -400,3 +400,16 @@ def test_what_is_assumed_is_told_and_what_is_configured_is_not(tmp_path: Path) -
     limited = _machine(tmp_path, 2**20, {"device_options": {"link_bandwidth": "80MB"}})
     assert assumed_of(limited) == "how fast it computes"
     assert assumed_of(replace(limited, sources={})) == ""
+
+
+def test_a_fault_of_what_refuses_ends_the_matter_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a fault of the simulator")
+
+    monkeypatch.setattr(first_call, "refusal", fail)
+    found = outcome("deep", config_of(tmp_path, 260_000))
+    assert_equal_lists(outcome("deep", None).logged, found.logged)
+    assert said(caplog, FIRST) == []
+    assert any(UNKNOWN in line and "a fault of the simulator" in line for line in caplog.messages)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.errors import UsageError
+from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import Machine, Program
 from tierstore.planning.rules import HOST
 from tierstore.torch_private import (
@@ -30,7 +30,7 @@ from tierstore.torch_private import (
 from tierstore.training import processes
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.grouping import Group
-from tierstore.training.foreseen import ForeseenRun, may_be_refused, refuse
+from tierstore.training.foreseen import ForeseenRun, may_be_refused, refusal
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.optimizers import registered
 from tierstore.training.pytorch.own_work import are_modes_on, ordinary_mode
@@ -147,13 +147,17 @@ class FirstCall:
             with ordinary_mode():
                 most = sys.maxsize if self._may_refuse else MOST_FUNCTIONS
                 program = _program_of(twin, self._run.groups, args, kwargs, most)
+                fault = self._fault_of(program)
         except Exception as reason:  # noqa: BLE001 - of the program's own, on a copy
             _say_unknown(reason)
             return
-        if self._may_refuse:
-            with ordinary_mode():
-                refuse(program, self._machine, self._run)
+        if fault is not None:
+            raise fault
         self._program = program if self._run.is_planned else None
+
+    def _fault_of(self, program: Program) -> CapacityError | None:
+        """Return why a run cannot fit; ``None``: it can, as far as is known."""
+        return refusal(program, self._machine, self._run) if self._may_refuse else None
 
 
 class _BeforeFirst(Hook):

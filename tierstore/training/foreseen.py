@@ -66,11 +66,13 @@ def may_be_refused(machine: Machine, run: ForeseenRun) -> bool:
     return fastest.name != HOST and run.certain_bytes > CERTAIN_SHARE * fastest.capacity_bytes
 
 
-def refuse(program: Program, machine: Machine, run: ForeseenRun) -> None:
-    """Raise if a step does not fit on the device, even if there were a tenth more of it.
+def refusal(program: Program, machine: Machine, run: ForeseenRun) -> CapacityError | None:
+    """Return why a step does not fit on the device, even if there were a tenth more of it; ``None``: it does.
 
-    Raises:
-        CapacityError: with who would hold what, and what would help.
+    Args:
+        program: of the step.
+        machine: with the quotas that were given.
+        run: what is known.
     """
     first = machine.tiers[0]
     conditions = replace(conditions_of(run.config, machine), is_enforced=machine.has_streams)
@@ -83,12 +85,12 @@ def refuse(program: Program, machine: Machine, run: ForeseenRun) -> None:
         except CapacityError as found:
             error = error or found
         else:
-            return
+            return None
     assert error is not None
-    raise _refusal(program, machine, run, conditions, error)
+    return _explained(program, machine, run, conditions, error)
 
 
-def _refusal(
+def _explained(
     program: Program, machine: Machine, run: ForeseenRun, conditions: Conditions, error: CapacityError
 ) -> CapacityError:
     first = machine.tiers[0]
