@@ -51,6 +51,9 @@ class AsynchronousError {
   std::string message_;
 };
 
+// When the stream whose thread this is has come to what it runs; 0: it is no stream's, or nothing is paced.
+thread_local double reached_ms = 0;
+
 // What lives to the process's end is never destroyed: streams' threads may still use it then.
 AsynchronousError& asynchronous_error() {
   static auto& error = *new AsynchronousError();
@@ -118,9 +121,11 @@ class Queue {
 
   // Takes the time that the task takes where the device is paced; says whether it is to be run.
   bool comes_to_run(const Task& task) {
+    reached_ms = 0;
     if (!is_paced()) {
       return true;
     }
+    reached_ms = std::max(ready_ms_, task.queued_ms);
     if (task.awaited != nullptr) {
       task.awaited->wait();
       ready_ms_ = std::max(ready_ms_, task.awaited->at_ms());
@@ -129,7 +134,7 @@ class Queue {
     if (task.load.engine == Engine::kNone) {
       return true;
     }
-    ready_ms_ = sleep_through(task.load, std::max(ready_ms_, task.queued_ms));
+    ready_ms_ = sleep_through(task.load, reached_ms);
     return task.load.is_needed;
   }
 
@@ -227,7 +232,7 @@ std::atomic<StreamId> streams_handed_out{0};
 void Signal::set() {
   std::lock_guard<std::mutex> lock(mutex_);
   is_set_ = true;
-  at_ms_ = now_ms();
+  at_ms_ = reached_ms > 0 ? reached_ms : now_ms();
   changed_.notify_all();
 }
 

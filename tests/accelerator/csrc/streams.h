@@ -5,7 +5,9 @@
 // 3. Before a kernel or a copy runs, its stream may be late by chance: see `set_delays`.
 // 4. An error of queued work is raised by whoever synchronises next, as on a GPU.
 // 5. No thread waits here with Python's lock held.
-// 6. Streams do not survive a fork: the child's calls raise.
+// 6. While the device is paced a stream has come to a point when what is before it has ended, by the device's pace:
+//    that its thread wakes late is no part of what events tell.
+// 7. Streams do not survive a fork: the child's calls raise.
 #pragma once
 
 #include <condition_variable>
@@ -27,7 +29,7 @@ class Signal {
   void set();
   bool is_set();
   void wait();     // whoever may hold Python's lock calls wait_for instead
-  double at_ms();  // when it was set, on a clock of no particular beginning
+  double at_ms();  // when the stream that has set it had come so far, on a clock of no particular beginning
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
