@@ -23,7 +23,7 @@ from tierstore.training.planned import MOST_PLANS, RunPlanner, Stage
 KIB = 1024
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.skipif(is_on_accelerator, reason="what an accelerator computes is not timed")
+pytestmark = pytest.mark.skipif(is_on_accelerator, reason="tests.accelerator.test_device_times is for those")
 
 
 @pytest.fixture(autouse=True)

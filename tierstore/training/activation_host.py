@@ -46,6 +46,10 @@ class RunHost:
         self._settle_budget = settle_budget
         self._before_unpacking = before_unpacking
 
+    def asking(self) -> AbstractContextManager[None]:
+        """See `ActivationHost.asking`."""
+        return self._recorder.asking
+
     def apart(self) -> AbstractContextManager[object]:
         """See `ActivationHost.apart`."""
         return ordinary_mode()

@@ -12,8 +12,8 @@
    first step it waits for nothing, and its size is bounded.
 7. Whatever goes wrong in planning is logged and ends it; the run goes on with what it has.
 
-Where a device computes apart from the host (an accelerator's streams) nothing is planned while steps run: the
-host's clock does not tell what the device's kernels take.  What was planned before the first one holds.
+Where a device computes apart from the host (an accelerator's streams) its own events tell what it took, and
+are read when a plan is made.  Where it refuses them, what was planned before the first step holds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class RunPlanner:
         self.predicted_s = 0.0
         self._session = session
         self._machine = machine
-        self._is_timed = not machine.has_streams
         # Nothing stops a run above its quota on an emulated device, but for its leases.
         self._conditions = replace(conditions_of(config, machine), is_enforced=machine.has_streams)
         self._number = 0  # of the step that the run is in
@@ -117,9 +116,6 @@ class RunPlanner:
 
     def watch(self) -> None:
         """Plan between steps from now on, until the session ends."""
-        if not self._is_timed and self._first_call is None:
-            self.stage = Stage.RESTING
-            return
         self._session.hold(self)
         hook = _BeforeModel(self)
         self._session.hold(self._session.model.register_forward_pre_hook(hook))
@@ -163,8 +159,6 @@ class RunPlanner:
             log.debug("planning is left to the steps: %s", reason)
         except Exception:
             log.debug("the run is not planned", exc_info=True)
-            self.remove()
-        if not self._is_timed:
             self.remove()
 
     def _plan_first(self, program: Program) -> None:
@@ -233,6 +227,10 @@ class RunPlanner:
 
     def _plan(self, recorded: RecordedSteps, steps: list[RecordedStep]) -> None:
         program = program_from(self._session, recorded, steps)
+        if self._machine.has_streams and not all(each.is_timed for each in steps):
+            log.debug("the run is not planned: nobody knows what the device takes")
+            self.remove()
+            return
         machine = with_seen_rates(self._machine, recorded.recording.copies)
         self._plans += 1
         self._pause *= 2

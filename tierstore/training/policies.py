@@ -9,6 +9,7 @@ import torch
 
 from tierstore.planning import Placement
 from tierstore.planning.deciding import PrefetchWindow, must_stash
+from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.budgets.device_quota import DeviceQuota
@@ -19,6 +20,7 @@ from tierstore.training.inventory import Inventory
 from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing
+from tierstore.training.recording.device_clock import DeviceClock
 from tierstore.training.recording.recorder import StepRecorder, nothing_known
 
 
@@ -98,7 +100,12 @@ def policies_for(
         lambda: must_stash(placement.stashing, has_room=quota is not None and quota.has_room_for_gradients),
         stepping,
         placed,
-        StepRecorder(store.recorded, nothing_known if meter is None else meter.take_moment, len(optimizers)),
+        StepRecorder(
+            store.recorded,
+            nothing_known if meter is None else meter.take_moment,
+            len(optimizers),
+            None if store.device.type == CPU else DeviceClock(store.device),
+        ),
     )
 
 

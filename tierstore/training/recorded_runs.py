@@ -58,16 +58,19 @@ def program_of(session: Session) -> Program:
 
 
 def program_from(session: Session, recorded: RecordedSteps, steps: Sequence[RecordedStep]) -> Program:
-    """Return what one step of a run does, as some recorded ones have shown.
+    """Return what one step of a run does, as some recorded ones have shown; an accelerator is waited for.
 
     Args:
         session: of the run.
         recorded: what was recorded.
         steps: two of its steps at least, whole and ended.
     """
+    session.recorder.await_device()
     maker = ProgramMaker(recorded, steps, _figures(session))
-    model = session.model
-    return maker.program(type(model).__name__, _facts(session), _fingerprint(model), _assumptions(session))
+    model, said = session.model, _assumptions(session)
+    if session.store.device.type != CPU and not all(step.is_timed for step in steps):
+        said.append("what the device computes is timed by the host's clock: it has refused events")
+    return maker.program(type(model).__name__, _facts(session), _fingerprint(model), said)
 
 
 def copies_of(session: Session) -> tuple[CopyRecord, ...]:
@@ -218,8 +221,6 @@ def _assumptions(session: Session) -> list[str]:
     said: list[str] = []
     if session.stepping is Stepping.IN_BACKWARD:
         said.append("optimizers step in backward: their steps are moments of it, and gradients are no data")
-    if session.store.device.type != CPU:
-        said.append("what the device computes is timed by the host's clock")
     if tables := list(session.tables.attached()):
         said.append(f"{len(tables)} tables are left out: their rows are not divided by keys")
     whole = [type(each.optimizer).__name__ for each in session.steps if isinstance(each, WholeSteps)]

@@ -1,6 +1,7 @@
 """What a run tells while its steps are recorded: one mark for each thing that happens, with its time.
 
-Plain data; of tensors and bindings only names and sizes are kept.
+Plain data; of tensors and bindings only names and sizes are kept, and of an accelerator events
+until they have passed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from tierstore.planning.program import ByteKind
 from tierstore.recorded import Recording
+from tierstore.training.recording.device_clock import DevicePoint
 
 
 class Sign(enum.Enum):
@@ -90,6 +92,7 @@ class RecordedStep:
         marks: in order.
         fault: why it is no whole step; ``""``: it is.
         inputs: shapes and dtypes of what the model was given, as text.
+        points: in what an accelerator does, in order; ``None``: it has refused one.
     """
 
     number: int
@@ -98,6 +101,19 @@ class RecordedStep:
     marks: list[RunMark] = field(default_factory=list)
     fault: str = ""
     inputs: str = ""
+    points: list[DevicePoint] | None = field(default_factory=list)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is known when an accelerator came to each point."""
+        return bool(self.points) and all(each.reached_s is not None for each in self.points or ())
+
+    def add_point(self, point: DevicePoint | None) -> None:
+        """Take in another point; without one it is not known what the device takes."""
+        if point is None:
+            self.points = None
+        elif self.points is not None:
+            self.points.append(point)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """What one step of a run does, as a program: made of steps that were recorded.
 
 1. What is used, made and ended, and what the program has on the device, is the first recorded step's, in
-   which that was measured; what computing takes, and what the host takes, is the least of all of them.
+   which that was measured; what computing takes, and what the host takes, is the least of all of them.  An
+   accelerator's events time what it computes, if all steps have them; else the host's clock does.
 2. What cannot be known is said in ``assumptions``.
 """
 
@@ -49,7 +50,9 @@ class ProgramMaker:
         self._recording = recorded.recording
         self._figures = figures
         self._records = StoreRecords(recorded.recording)
-        watched = [StepWatcher(step, recorded.recording, figures.kinds.__contains__) for step in steps]
+        is_timed = all(step.is_timed for step in steps)
+        is_bundle = figures.kinds.__contains__
+        watched = [StepWatcher(step, recorded.recording, is_bundle, is_timed=is_timed) for step in steps]
         self._step, self._watched = steps[0], watched[0]
         self._others = [joined(each.moments) for each in watched[1:]]
         self._moments = _with_end(joined(self._watched.moments))

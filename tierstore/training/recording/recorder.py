@@ -5,6 +5,8 @@
 2. By itself it records two steps after the first one, which makes state and is like no other.  A step in
    whose midst an exception came does not count, and another one is recorded instead.
 3. It keeps names and sizes, never a tensor, takes no lock, and is told from any thread.
+4. Of an accelerator it notes how far that has come, at each mark and around each question to the store, and
+   waits for nothing: what the device took is asked for when steps have ended.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from tierstore.recorded import Recording
+from tierstore.training.recording.device_clock import DeviceClock
 from tierstore.training.recording.marks import BundleStep, RecordedStep, RecordedSteps, RunMark, Sign
 
 FIRST_STEP = 2
@@ -44,6 +47,7 @@ class StepRecorder:
         recorded: what begins to record the store, for a while.
         sample: returns the bytes that the program has on the device, and the most since it was asked last.
         optimizers: how many train.
+        clock: of the accelerator that computes; ``None``: the host does.
 
     Attributes:
         is_on: whether steps are recorded now.
@@ -56,12 +60,14 @@ class StepRecorder:
         recorded: Callable[[], AbstractContextManager[Recording]],
         sample: Sample,
         optimizers: int,
+        clock: DeviceClock | None = None,
     ) -> None:
         self.is_on = False
         self.learned: RecordedSteps | None = None
         self.number = 0
         self._recorded = recorded
         self._sample = sample
+        self._clock = clock
         self._stepped = [0] * optimizers
         self._watching: tuple[RecordedSteps, ...] = ()
         self._learning = contextlib.ExitStack()
@@ -75,6 +81,8 @@ class StepRecorder:
             steps = RecordedSteps(recording)
             try:
                 steps.begin_step(max(1, self.number), recording.begin_s)
+                if self._clock is not None and not self.is_on:
+                    self._clock.begin_anew()
                 self._watching = (*self._watching, steps)
                 self.is_on = True
                 yield steps
@@ -128,8 +136,13 @@ class StepRecorder:
         self.number += 1
         self._stepped = [0] * len(self._stepped)
         now = time.perf_counter()
+        self._note_point(now)  # the end of one step, and the begin of the next
         for steps in self._watching:
+            points = steps.steps[-1].points
             steps.begin_step(self.number, now)
+            steps.steps[-1].points = None if points is None else points[-1:]
+        if self._clock is not None:
+            self._clock.read_passed()
         if self.learned is None and self.number >= FIRST_STEP:
             self.learned = self._learning.enter_context(self.watched())
         elif self.learned is not None and len(self.learned.whole) > STEPS:
@@ -162,9 +175,37 @@ class StepRecorder:
     def _add(self, sign: Sign, key: str, nbytes: int, owner: str | None, step: BundleStep | None) -> None:
         live_bytes, peak_bytes = self._sample()
         now, thread = time.perf_counter(), threading.get_ident()
+        self._note_point(now)
         mark = RunMark(now, sign, thread, key, nbytes, owner, step, live_bytes, peak_bytes)
         for steps in self._watching:
             steps.steps[-1].marks.append(mark)
+
+    # --- what the device does -----------------------------------------------------------------
+
+    @property
+    def asking(self) -> AbstractContextManager[None]:
+        """A context in which somebody asks the store for something: a device computes nothing in it."""
+        is_noted = self.is_on and self._clock is not None
+        return self._asking() if is_noted else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._note_point(time.perf_counter())
+        try:
+            yield
+        finally:
+            self._note_point(time.perf_counter(), is_apart=True)
+
+    def _note_point(self, now: float, *, is_apart: bool = False) -> None:
+        if self._clock is not None and self._watching:
+            point = self._clock.point(now, is_apart=is_apart)
+            for steps in self._watching:
+                steps.steps[-1].add_point(point)
+
+    def await_device(self) -> None:
+        """Wait until an accelerator has come past all that was noted, so that it is known when."""
+        if self._clock is not None:
+            self._clock.read_all()
 
 
 def _looks(inputs: Sequence[object]) -> str:

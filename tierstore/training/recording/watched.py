@@ -5,11 +5,15 @@
 2. What was blocked is no part of it: neither of what it computes nor of what the host does for it.
 3. Steps that an optimizer has made ahead, during backward, are put where the optimizer takes them.
 4. Evaluations between are left out.
+5. Where an accelerator computes, a moment takes what its device took for what was queued in it, without what
+   its stream waited for.  The host has gone on meanwhile: what it takes to tell the device comes before the
+   next moment, if the device was still busy then.  Where it was not, its time has the host's in it.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +21,7 @@ from typing import ClassVar
 
 from tierstore.planning.program import Phase
 from tierstore.recorded import LeaseRecord, Put, Recording
+from tierstore.training.recording.device_clock import DeviceSeconds
 from tierstore.training.recording.marks import BundleStep, RecordedStep, RunMark, Sign
 
 NEXT = "~next"
@@ -50,8 +55,11 @@ class WatchedMoment:
         is_ahead: whether it was made during backward.
         live_bytes: what the program had beside the store when it began; ``None``: nobody measured.
         peak_bytes: the most of that until its end.
-        compute_s: seconds from its begin to its end in which nothing was waited for.
-        host_s: likewise, from its question to its begin.
+        compute_s: seconds from its begin to its end in which nothing was waited for; of an accelerator those
+            in which it computed.
+        host_s: of the host before it; by its watcher from its question to its begin, without waits.
+        told_s: likewise from its begin to its end, where an accelerator computed beside the host, and longer.
+        is_beside: whether an accelerator's events have timed it.
     """
 
     phase: Phase
@@ -66,6 +74,8 @@ class WatchedMoment:
     peak_bytes: int | None = None
     compute_s: float = 0.0
     host_s: float = 0.0
+    told_s: float = 0.0
+    is_beside: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -150,6 +160,7 @@ class StepWatcher:
         step: with its marks.
         recording: of the store meanwhile.
         is_bundle: says whether a key is of a bundle or of state.
+        is_timed: whether what its accelerator's points say is taken; else the host's clock times it.
 
     Attributes:
         moments: in order.
@@ -157,20 +168,29 @@ class StepWatcher:
         landed: by key of a gradient, how often backward has added to it.
     """
 
-    def __init__(self, step: RecordedStep, recording: Recording, is_bundle: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        step: RecordedStep,
+        recording: Recording,
+        is_bundle: Callable[[str], bool],
+        *,
+        is_timed: bool = False,
+    ) -> None:
         self.moments: list[WatchedMoment] = []
         self.evaluations = 0
         self.landed: dict[str, int] = {}
         self._step = step
         self._is_bundle = is_bundle
         self._records = StoreRecords(recording)
-        self._seconds = Seconds(recording, {mark.thread for mark in step.marks})
+        threads = {mark.thread for mark in step.marks}
+        self._seconds = Seconds(recording, threads)
+        self._device = DeviceSeconds(step.points or (), threads) if is_timed else None
         self._current = WatchedMoment(Phase.FORWARD, step.begin_s, step.begin_s)
         self._asked: RunMark | None = None
         self._former: RunMark | None = None
         self._under: BundleStep | None = None
         self._there: set[str] = set()  # gradients
-        self._ahead: dict[str, float] = {}  # seconds, by bundle
+        self._ahead: dict[str, tuple[float, float]] = {}  # from when to when, by bundle
         self._ahead_uses: list[RunMark] = []
         self._apart: RunMark | None = None  # what began what is left out
         for mark in step.marks:
@@ -206,7 +226,7 @@ class StepWatcher:
         uses, self._ahead_uses = self._ahead_uses, []
         bundles = [each.key for each in uses if self._is_bundle(each.key)]
         if bundles:
-            self._ahead[bundles[0]] = self._seconds.working(uses[-1].at_s, mark.at_s)
+            self._ahead[bundles[0]] = uses[-1].at_s, mark.at_s
             self._close(apart.at_s)
             self._open(mark)
 
@@ -225,11 +245,21 @@ class StepWatcher:
         )
 
     def _close(self, end_s: float) -> None:
-        current, seconds = self._current, self._seconds
+        current = self._current
         current.end_s = max(current.begin_s, end_s)
-        current.compute_s = seconds.working(current.begin_s, current.end_s)
-        current.host_s = seconds.working(current.asked_s, current.begin_s)
+        current.host_s = self._seconds.working(current.asked_s, current.begin_s)
+        self._time(current, current.begin_s, current.end_s)
         self.moments.append(current)
+
+    def _time(self, moment: WatchedMoment, begin_s: float, end_s: float) -> None:
+        """Say what computing a moment took, from one time to another."""
+        working_s = self._seconds.working(begin_s, end_s)
+        if self._device is None or (moment.step is not None and moment.step.is_on_host):
+            moment.compute_s = working_s
+            return
+        moment.is_beside = True
+        moment.compute_s = self._device.computing(begin_s, end_s)
+        moment.told_s = working_s if self._device.is_busy(end_s) else 0.0
 
     def _begin_phase(self, phase: Phase, mark: RunMark) -> None:
         self._asked = None
@@ -273,7 +303,10 @@ class StepWatcher:
 
     def _put(self, mark: RunMark) -> None:
         self._there.add(mark.key)
-        self._make(mark, mark.at_s, self._records.filled_s(mark.key, mark.at_s))
+        # A stream goes on before anybody knows that the bytes have arrived.
+        is_beside = self._device is not None
+        filled_s = mark.at_s if is_beside else self._records.filled_s(mark.key, mark.at_s)
+        self._make(mark, mark.at_s, filled_s)
 
     def _land(self, mark: RunMark) -> None:
         if not mark.key:
@@ -313,7 +346,7 @@ class StepWatcher:
         self._current.uses += [(step.bundle, mark.at_s), *((key, mark.at_s) for key, _ in step.gradients)]
         self._current.uses += [] if step.state is None else [(step.state, mark.at_s)]
         self._close(mark.at_s)
-        self.moments[-1].compute_s = self._ahead.pop(step.bundle, 0.0)
+        self._time(self.moments[-1], *self._ahead.pop(step.bundle, (mark.at_s, mark.at_s)))
         self._open(mark)
 
     def _pass_over(self, mark: RunMark) -> None:
@@ -335,15 +368,21 @@ class StepWatcher:
 
 
 def joined(moments: Sequence[WatchedMoment]) -> list[WatchedMoment]:
-    """Return moments in which something of the store's is used or made; others are parts of those before."""
+    """Return moments in which something of the store's is used or made; others are parts of those before.
+
+    What the host took to tell the device one moment is its time before the next: to be called once.
+    """
     found: list[WatchedMoment] = []
     for each in moments:
         former = found[-1] if found else None
         if each.is_empty and former is not None and former.phase is each.phase and not former.made:
-            former.compute_s += each.host_s + each.compute_s
+            former.compute_s += each.compute_s + (0.0 if each.is_beside else each.host_s)
+            former.told_s += each.told_s + (each.host_s if each.is_beside else 0.0)
             former.end_s = each.end_s
             if former.peak_bytes is not None and each.peak_bytes is not None:
                 former.peak_bytes = max(former.peak_bytes, each.peak_bytes)
         else:
             found.append(each)
+    for former, each in itertools.pairwise(found):
+        each.host_s += former.told_s
     return found

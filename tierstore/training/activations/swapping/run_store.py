@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,7 +11,8 @@ from typing import Protocol
 import torch
 
 from tierstore.config import StoreConfig
-from tierstore.store import Store
+from tierstore.leases import Lease
+from tierstore.store import FASTEST, Store
 from tierstore.training.budgets.reclaimers import Sweeper
 from tierstore.training.bundles.patient_store import Lessee, PatientStore
 from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
@@ -23,6 +25,10 @@ class ActivationHost(Protocol):
     @property
     def reclaimer(self) -> Reclaimer:
         """Makes room where leases leave none on the device for what is taken."""
+        ...
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Return a context in which somebody asks the store for something, and may have to wait."""
         ...
 
     def apart(self) -> AbstractContextManager[object]:
@@ -57,6 +63,10 @@ class NoHost:
     def reclaimer(self) -> Reclaimer:
         """See `ActivationHost.reclaimer`."""
         return NothingToReclaim()
+
+    def asking(self) -> AbstractContextManager[None]:
+        """See `ActivationHost.asking`."""
+        return contextlib.nullcontext()
 
     def apart(self) -> AbstractContextManager[object]:
         """See `ActivationHost.apart`."""
@@ -99,6 +109,33 @@ class RunStore(PatientStore):
     def host(self) -> ActivationHost:
         """Who looks after it."""
         return (None if self._host is None else self._host()) or NoHost()
+
+    def put(self, key: str, tensor: torch.Tensor, *, tier: str | None = None, replace: bool = False) -> None:
+        """See `tierstore.Store.put`."""
+        with self.host.asking():
+            super().put(key, tensor, tier=tier, replace=replace)
+
+    def adopt(self, key: str, tensor: torch.Tensor) -> None:
+        """See `tierstore.Store.adopt`."""
+        with self.host.asking():
+            super().adopt(key, tensor)
+
+    def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """See `tierstore.Store.get`."""
+        with self.host.asking():
+            return super().get(key, device=device)
+
+    def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
+        """See `tierstore.Store.lease`."""
+        with self.host.asking():
+            return super().lease(*keys, tier=tier, write=write)
+
+    def resize(
+        self, tier: str, capacity: int | str, *, high: float | None = None, low: float | None = None
+    ) -> None:
+        """See `tierstore.Store.resize`."""
+        with self.host.asking():
+            super().resize(tier, capacity, high=high, low=low)
 
 
 def host_of(store: Store) -> ActivationHost:
