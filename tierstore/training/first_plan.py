@@ -23,7 +23,7 @@ from tierstore.planning.simulating import Conditions
 LEVERS = Levers.HIGH | Levers.AHEAD
 """What can be changed once a run has been opened: shares of tiers."""
 
-MOST_MOMENTS = 160
+MOST_MOMENTS = 100
 """That are simulated: about a second of one core, measured, within a factor of two."""
 
 
