@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 
 from tests.planned import Layer, machine_of, machines, placements, program_of, programs
 from tierstore.errors import CapacityError
-from tierstore.planning import Machine, Placement, Program, TierMedium, Treatment
+from tierstore.planning import Machine, PlacedMark, Placement, Program, TierMedium, Treatment
 from tierstore.planning.searching.alternatives import Levers, todays
 from tierstore.planning.searching.remedies import Remedy, remedies, rounded_up, told
 from tierstore.planning.searching.variants import marked_layers
-from tierstore.planning.simulating import simulate
+from tierstore.planning.simulating import Conditions, simulate
+from tierstore.planning.timeline import Timeline
 from tierstore.units import parse_bytes
 
 MIB = 1 << 20
@@ -54,6 +56,42 @@ def test_the_quota_is_the_least_and_so_are_the_layers() -> None:
     assert layers == tuple(range(len(layers)))
     fewer = replace(again.placement, marks=again.placement.marks[:-1])
     assert not fits(WIDE, machine(12), fewer)
+
+
+def test_where_the_model_itself_has_no_room_nothing_is_tried_with_activations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on = machine(4, host=2)
+    marked: list[PlacedMark] = []
+
+    def watched(
+        program: Program, on: Machine, placement: Placement, *, conditions: Conditions, steps: int | None
+    ) -> Timeline:
+        marked.extend(placement.marks)
+        return simulate(program, on, placement, conditions=conditions, steps=steps)
+
+    monkeypatch.setattr(sys.modules[remedies.__module__], "simulate", watched)
+    found = remedies(WIDE, on, given=todays(WIDE, on))
+    assert not marked
+    assert found
+    assert all(remedy.text.startswith("raise ") for remedy in found)
+    remedies(WIDE, machine(12), given=todays(WIDE, machine(12)))
+    assert marked
+
+
+def test_no_trial_but_what_is_told_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int | None] = []
+
+    def watched(
+        program: Program, on: Machine, placement: Placement, *, conditions: Conditions, steps: int | None
+    ) -> Timeline:
+        lengths.append(steps)
+        return simulate(program, on, placement, conditions=conditions, steps=steps)
+
+    monkeypatch.setattr(sys.modules[remedies.__module__], "simulate", watched)
+    found = remedies(WIDE, machine(12), given=todays(WIDE, machine(12)), levers=Levers(0))
+    assert len(found) == 1
+    assert lengths.count(None) == 1 + len(found)  # what was given, and each that is told
 
 
 def test_levers_that_may_not_be_pulled_are_no_remedies() -> None:

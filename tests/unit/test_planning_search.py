@@ -13,6 +13,7 @@ from tests.planned import Layer, machine_of, machines, placements, program_of, p
 from tierstore.errors import CapacityError
 from tierstore.planning import (
     BundleHomes,
+    ByteKind,
     Does,
     Home,
     Machine,
@@ -34,6 +35,7 @@ from tierstore.planning.simulating import simulate
 MIB = 1 << 20
 LAYER = Layer(MIB, 2 * MIB, (MIB,), MIB // 4, 0, 0.005, 0.01, 0.002, 0.004)
 PROGRAM = program_of([LAYER] * 6)
+KEPT = (ByteKind.PARAMETERS, ByteKind.BUFFER, ByteKind.STATE)
 HOMES = 2  # placements with state that goes down
 FIELDS = ("high", "ahead", "shares", "stashing", "residents", "bundles", "marks")
 
@@ -158,6 +160,27 @@ def test_what_fits_is_found_where_what_was_given_does_not() -> None:
 def test_where_nothing_fits_the_error_is_that_of_what_was_given() -> None:
     with pytest.raises(CapacityError, match=r"device"):
         search(PROGRAM, machine(2))
+
+
+def test_where_all_tiers_together_are_too_small_only_what_was_given_is_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = sum(datum.nbytes for datum in PROGRAM.data.values() if datum.kind in KEPT)
+    on = machine_of([8 * MIB, kept - 9 * MIB], [1e8], alignment_bytes=512)
+    simulated: list[Placement] = []
+
+    def counted(program: Program, machine: Machine, placement: Placement, **others: object) -> Timeline:
+        del others
+        simulated.append(placement)
+        return simulate(program, machine, placement)
+
+    monkeypatch.setattr("tierstore.planning.searching.choosing.simulate", counted)
+    with pytest.raises(CapacityError):
+        search(PROGRAM, on, given=Placement(high={"device": 0.5}))
+    assert len(simulated) == 1
+    simulated.clear()
+    search(PROGRAM, machine_of([8 * MIB, kept], [1e8], alignment_bytes=512))
+    assert len(simulated) > 1
 
 
 def test_marks_and_pins_that_were_given_stay() -> None:

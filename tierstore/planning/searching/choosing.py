@@ -23,7 +23,7 @@ from tierstore.planning.coarsening import MOST, coarsen
 from tierstore.planning.homes import CPU
 from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
-from tierstore.planning.program import Phase, Program
+from tierstore.planning.program import ByteKind, Phase, Program
 from tierstore.planning.searching.alternatives import GRID, Levers, differences, neighbours, todays
 from tierstore.planning.searching.bound import Solve, lower_bound
 from tierstore.planning.searching.estimate import estimate
@@ -39,6 +39,7 @@ _LEAST_ESTIMATES = 8
 _LEAST_SIMULATIONS = 2
 _MOST_ESTIMATES = 200
 _ALIKE = 1e-3
+_CLOSE = 1.03  # joined, a program takes some percent more or less, and its placements alike
 _REFINED = Levers.HIGH | Levers.AHEAD  # what an estimate knows least about
 _MAKE_ROOM = Levers.SWAP | Levers.RECOMPUTE
 _OCTAVES = 6  # below the quota: less than a sixty-fourth of it is no quota
@@ -115,6 +116,8 @@ def search(
     today = todays(program, machine)
     base = today if given == Placement() else given
     trials.simulate(base)
+    if not trials.fastest(1) and not _may_hold(program, machine):
+        return trials.choice(base, 0.0)  # raises: no lever makes room for what is there from step to step
     trials.simulate(today)
     if effort is Effort.EXHAUSTIVE:
         for placement in _on_grid(program, machine, _combined(program, machine, base, levers)):
@@ -123,6 +126,13 @@ def search(
         _simulate_best_of_joint(trials, program, machine, base, levers, conditions, effort)
     bound_s = lower_bound(program, machine, given=base, levers=levers, conditions=conditions, solve=solve)
     return trials.choice(base, bound_s)
+
+
+def _may_hold(program: Program, machine: Machine) -> bool:
+    """Say whether all tiers together have room for parameters, buffers and state."""
+    kept = (ByteKind.PARAMETERS, ByteKind.BUFFER, ByteKind.STATE)
+    needed_bytes = sum(datum.nbytes for datum in program.data.values() if datum.kind in kept)
+    return needed_bytes <= sum(tier.capacity_bytes for tier in machine.tiers)
 
 
 # ---------------------------------------------------------------------- what is simulated
@@ -149,10 +159,17 @@ class _Trials:
                 outcome = error
             self._found[name] = placement, outcome
 
-    def fastest(self, most: int) -> list[Placement]:
-        """Return the fastest so far, at most so many; of those that are equally fast the first ones."""
+    def fastest(self, most: int, *, within: float = math.inf) -> list[Placement]:
+        """Return the fastest so far, at most so many; of those that are equally fast the first ones.
+
+        Args:
+            most: how many.
+            within: times as long as the fastest one none of them takes.
+        """
         fitting = [each for each in self._found.values() if isinstance(each[1], Timeline)]
-        return [placement for placement, _ in sorted(fitting, key=lambda each: _seconds(each[1]))[:most]]
+        ordered = sorted(fitting, key=lambda each: _seconds(each[1]))[:most]
+        limit_s = _seconds(ordered[0][1]) * within if ordered else 0.0
+        return [placement for placement, timeline in ordered if _seconds(timeline) <= limit_s]
 
     def choice(self, base: Placement, bound_s: float) -> Choice:
         """Return the fastest; of those that are equally fast the first one."""
@@ -277,7 +294,7 @@ def _simulate_best_of_joint(
     rough.simulate(narrowed)
     _simulate_best(rough, joint.program, machine, narrowed, levers, conditions, effort)
     uses = sum(len(moment.uses) for moment in program.moments)
-    for placement in rough.fastest(_LEAST_SIMULATIONS if uses <= _SIMULATED_USES // 2 else 1):
+    for placement in rough.fastest(_LEAST_SIMULATIONS if uses <= _SIMULATED_USES // 2 else 1, within=_CLOSE):
         trials.simulate(joint.spread(placement))
 
 

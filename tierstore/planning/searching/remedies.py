@@ -4,7 +4,8 @@
 2. Activations are swapped that one pattern of operators means, in all layers, or those of the fewest layers.
 3. The activations of the fewest layers are made again.
 
-Counts bound the work.  What is told fits: the simulator ran it.
+Counts bound the work.  What is told fits: the simulator ran it.  On the way to it two steps are run of each
+trial, the one that learns and one that follows; only where what was found so does not fit later, all are.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from tierstore.planning.program import ByteKind, Program
 from tierstore.planning.searching.alternatives import Levers, layers_with_activations, ranges
 from tierstore.planning.searching.variants import with_marks
 from tierstore.planning.simulating import Conditions, simulate
+from tierstore.planning.timeline import Timeline
 from tierstore.units import GIB, KIB, MIB
 
 MOST = 3
 _PATTERNS = 8  # the operators with most bytes
 _FINE = 1.005
+_FIRST_STEPS = 2
 _DOUBLINGS = 24
 _ABSURD = 2**62
+
+Fits = Callable[[Machine, Placement], bool]
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,10 @@ def remedies(
         return ()
     found: list[Remedy] = []
     kinds: list[Iterator[Remedy]] = [_raised(trial, machine, given, 0)]
-    if Levers.SWAP in levers and len(machine.tiers) > 1:
+    opens = trial.opens(machine, given)  # else what activations do is no matter: there are none by then
+    if opens and Levers.SWAP in levers and len(machine.tiers) > 1:
         kinds.append(_swapped(trial, program, machine, given))
-    if Levers.RECOMPUTE in levers:
+    if opens and Levers.RECOMPUTE in levers:
         kinds.append(_recomputed(trial, program, machine, given))
     kinds += [_raised(trial, machine, given, place) for place in range(1, len(machine.tiers))]
     for remedy in itertools.chain.from_iterable(itertools.islice(kind, 1) for kind in kinds):
@@ -100,13 +106,35 @@ class _Trial:
     def __init__(self, program: Program, conditions: Conditions) -> None:
         self._program = program
         self._conditions = conditions
+        self._known: dict[tuple[str, str, int | None], Timeline | None] = {}
 
     def step_s(self, machine: Machine, placement: Placement) -> float | None:
         """Return how long a step takes; ``None``: it does not fit."""
-        try:
-            return simulate(self._program, machine, placement, conditions=self._conditions).step_s
-        except CapacityError:
-            return None
+        timeline = self._timeline(machine, placement, None)
+        return None if timeline is None else timeline.step_s
+
+    def fits(self, machine: Machine, placement: Placement) -> bool:
+        """Say whether a placement fits."""
+        return self._timeline(machine, placement, None) is not None
+
+    def begins(self, machine: Machine, placement: Placement) -> bool:
+        """Say whether the first steps fit: the one that learns, and one that follows."""
+        return self._timeline(machine, placement, _FIRST_STEPS) is not None
+
+    def opens(self, machine: Machine, placement: Placement) -> bool:
+        """Say whether what is there before the first step fits."""
+        return self._timeline(machine, placement, 0) is not None
+
+    def _timeline(self, machine: Machine, placement: Placement, steps: int | None) -> Timeline | None:
+        name = repr(machine), repr(placement), steps  # mappings in them are not hashed
+        if name not in self._known:
+            try:
+                self._known[name] = simulate(
+                    self._program, machine, placement, conditions=self._conditions, steps=steps
+                )
+            except CapacityError:
+                self._known[name] = None
+        return self._known[name]
 
     def remedy(self, text: str, machine: Machine, placement: Placement) -> Remedy | None:
         """Return a remedy, if it is one."""
@@ -120,37 +148,34 @@ class _Trial:
 def _raised(trial: _Trial, machine: Machine, given: Placement, place: int) -> Iterator[Remedy]:
     """Yield the least quota of one tier that fits, if any does."""
     tier = machine.tiers[place]
-    high = _least_fitting(trial, machine, given, tier)
-    if high is None:
-        return
-    amount, nbytes = rounded_up(high)
-    text = f"raise {_name_of(tier.medium, place)} to {amount}"
-    remedy = trial.remedy(text, machine.with_capacities({tier.name: nbytes}), given)
-    if remedy is None:  # a little more is no help where sizes fall together badly: what was tried is
-        remedy = trial.remedy(
-            f"raise {_name_of(tier.medium, place)} to {high}B",
-            machine.with_capacities({tier.name: high}),
-            given,
-        )
-    if remedy is not None:
-        yield remedy
+    for fits in (trial.begins, trial.fits):
+        high = _least_fitting(fits, machine, given, tier)
+        if high is None:
+            return
+        # A little more is no help where sizes fall together badly: then what was tried is.
+        for amount, nbytes in (rounded_up(high), (f"{high}B", high)):
+            text = f"raise {_name_of(tier.medium, place)} to {amount}"
+            remedy = trial.remedy(text, machine.with_capacities({tier.name: nbytes}), given)
+            if remedy is not None:
+                yield remedy
+                return
 
 
-def _least_fitting(trial: _Trial, machine: Machine, given: Placement, tier: TierFigures) -> int | None:
-    """Return about the least quota that fits; ``None``: none was found."""
+def _least_fitting(fits: Fits, machine: Machine, given: Placement, tier: TierFigures) -> int | None:
+    """Return about the least quota that fits; ``None``: not even the largest does, or none was found."""
 
-    def fits(nbytes: int) -> bool:
-        return trial.step_s(machine.with_capacities({tier.name: nbytes}), given) is not None
+    def has_room(nbytes: int) -> bool:
+        return fits(machine.with_capacities({tier.name: nbytes}), given)
 
     low = max(tier.capacity_bytes, 1)
-    doubled = (low << doubling for doubling in range(1, _DOUBLINGS + 1))
-    high = next((nbytes for nbytes in doubled if nbytes < _ABSURD and fits(nbytes)), None)
-    if high is None:
+    doubled = [low << doubling for doubling in range(1, _DOUBLINGS + 1) if low << doubling < _ABSURD]
+    if not doubled or not has_room(doubled[-1]):
         return None
+    high = next(nbytes for nbytes in doubled if has_room(nbytes))
     low = max(low, high // 2)
     while high / low > _FINE and high - low > 1:
         middle = math.isqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if has_room(middle) else (middle, high)
     return high
 
 
@@ -231,15 +256,16 @@ def _fewest(
     verb: str,
 ) -> Iterator[Remedy]:
     """Yield the fewest first layers that are enough: more of them need no more room."""
-    if not layers or trial.step_s(machine, place(layers)) is None:
+    if not layers:
         return
-    low, high = 0, len(layers)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if trial.step_s(machine, place(layers[:middle])) is None:
-            low = middle
-        else:
-            high = middle
-    remedy = trial.remedy(f"{verb} {ranges(layers[:high])}", machine, place(layers[:high]))
-    if remedy is not None:
-        yield remedy
+    for fits in (trial.begins, trial.fits):
+        if not fits(machine, place(layers)):
+            return
+        low, high = 0, len(layers)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(machine, place(layers[:middle])) else (middle, high)
+        remedy = trial.remedy(f"{verb} {ranges(layers[:high])}", machine, place(layers[:high]))
+        if remedy is not None:
+            yield remedy
+            return
