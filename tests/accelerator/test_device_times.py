@@ -33,6 +33,7 @@ _CONFIG = {
     "offload_cpu_size": "16MB",
     "offload_disk_size": 0,
     "host_mem_block_size": "1MB",
+    "foresee": False,  # what steps tell is what is looked at
 }
 
 
