@@ -22,6 +22,7 @@ from tierstore.planning.simulating import Conditions
 from tierstore.training import Offload, offload, planned
 from tierstore.training.planned import RunPlanner, Stage
 from tierstore.training.recording.device_clock import DeviceClock, DevicePoint, DeviceSeconds
+from tierstore.training.recording.marks import Sign
 
 _KB = 1000
 _WIDTH, _LAYERS, _BATCH = 64, 6, 8
@@ -38,6 +39,12 @@ _CONFIG = {
 
 
 # ---------------------------------------------------------------------- the clock
+
+
+def _busy_wait(seconds: float) -> None:
+    begin_s = time.perf_counter()
+    while time.perf_counter() - begin_s < seconds:
+        pass
 
 
 class _Points:
@@ -105,8 +112,7 @@ def test_nobody_waits_for_a_point_and_its_time_is_known_when_it_has_passed(point
 
 def test_a_device_that_waits_for_the_host_is_not_busy_and_its_time_goes_on(points: _Points) -> None:
     begin_s = points.note()
-    while time.perf_counter() - begin_s < 0.05:
-        pass
+    _busy_wait(0.05)
     end_s = points.note()
     seconds = points.seconds()
     assert 0.04 < seconds.computing(begin_s, end_s) < 5
@@ -134,11 +140,10 @@ def test_points_of_two_streams_that_are_beside_each_other_count_once(points: _Po
 
 def test_points_of_threads_that_do_not_train_are_left_out(points: _Points) -> None:
     begin_s = points.note()
+    _busy_wait(0.02)
     aside = threading.Thread(target=lambda: points.note(is_apart=True))
     aside.start()
     aside.join()
-    while time.perf_counter() - begin_s < 0.02:
-        pass
     end_s = points.note()
     assert points.seconds().computing(begin_s, end_s) > 0.015
 
@@ -219,6 +224,29 @@ def test_a_paced_run_is_recorded_with_what_its_kernels_take_and_planned(
     assert any(line.startswith("planned after step") for line in caplog.messages)
 
 
+def test_whoever_leases_from_the_store_of_a_run_is_no_computing_until_the_bytes_are_there() -> None:
+    model, optimizer, x = _model()
+    config = {**_CONFIG, "max_device_memory": "16MB", "auto_offload": False, "offload_param": "cpu"}
+    with offload(model, optimizer, config, on_close="release") as run:
+        for _ in range(3):
+            _step(model, optimizer, x)
+        assert run._session is not None
+        recorder, weight = run._session.recorder, torch.zeros(_WIDTH, _WIDTH, device=DEVICE)
+        run.store.put("mine", torch.zeros(_BUNDLE_BYTES, dtype=torch.uint8), tier="host")
+        with paced(_pace(stall=4.0)), recorder.watched() as steps:
+            for _ in range(3):  # until they have ended the device is busy
+                torch.mm(x, weight)
+            recorder.tell(Sign.FORWARD)
+            with run.store.lease("mine"):  # comes in 80 ms
+                torch.mm(x, weight)
+            recorder.tell(Sign.BACKWARD)
+            recorder.await_device()
+            (step,) = steps.steps
+    begin_s, end_s = (mark.at_s for mark in step.marks)
+    seconds = DeviceSeconds(step.points or (), {threading.get_ident()})
+    assert seconds.computing(begin_s, end_s) == pytest.approx(_PRODUCT_S, rel=0.03)
+
+
 def test_what_the_host_takes_to_tell_a_busy_device_comes_before_the_next_moment() -> None:
     model, optimizer, x = _model()
     slow_s = 0.008
@@ -233,12 +261,6 @@ def test_what_the_host_takes_to_tell_a_busy_device_comes_before_the_next_moment(
     layers = [each for each in program.moments if each.phase is Phase.FORWARD and each.uses]
     assert all(each.host_s >= slow_s for each in layers[2:])  # the device is behind by then
     assert statistics.median(each.compute_s for each in layers) == pytest.approx(_PRODUCT_S, rel=0.03)
-
-
-def _busy_wait(seconds: float) -> None:
-    begin_s = time.perf_counter()
-    while time.perf_counter() - begin_s < seconds:
-        pass
 
 
 def _trained(config: Mapping[str, object] | None, steps: int = 8) -> list[torch.Tensor]:
