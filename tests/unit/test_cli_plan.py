@@ -12,7 +12,7 @@ import pytest
 from tests.training.twins import assert_same  # noqa: F401
 from tierstore.cli import main
 from tierstore.cli.finding import RunWish, find, no_slower
-from tierstore.cli.machines import machine_of, sheet_name
+from tierstore.cli.machines import machine_of
 from tierstore.cli.programs import ModelWish, program_of
 from tierstore.config import OffloadConfig
 from tierstore.planning.chrome import trace_from_chrome
@@ -458,22 +458,6 @@ def test_a_machine_of_the_sheet_has_its_figures(capsys: _Output) -> None:
     assert isinstance(machine, dict)
     assert machine["capacity_bytes"]["device"] == 80 * 10**9
     assert found["share_of_ideal"] is not None
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L4", "l4"),
-        ("Tesla K80", None),
-    ],
-)
-def test_the_sheet_is_asked_for_what_torch_calls_an_accelerator(device: str, name: str | None) -> None:
-    assert sheet_name(device) == name
 
 
 def test_a_machine_without_a_disk_has_none(capsys: _Output) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import ConfigError
-from tierstore.planning.accelerators import SHEET, accelerator
+from tierstore.planning.accelerators import SHEET, accelerator, sheet_name
 from tierstore.planning.machine_text import machine_from_yaml, machine_to_yaml
 
 
@@ -129,3 +129,23 @@ def test_the_page_shows_the_sheet() -> None:
 
 def _number(text: str) -> float:
     return 0.0 if text == "-" else float(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 NVL", None),
+        ("Tesla K80", None),
+    ],
+)
+def test_the_sheet_is_asked_for_what_torch_calls_an_accelerator(device: str, name: str | None) -> None:
+    assert sheet_name(device) == name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -13,7 +12,7 @@ from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config import machine as here
 from tierstore.errors import UsageError
 from tierstore.planning import Machine, TierMedium
-from tierstore.planning.accelerators import SHEET, accelerator
+from tierstore.planning.accelerators import accelerator, sheet_name
 from tierstore.planning.machine_text import machine_from_yaml
 from tierstore.quoting import named
 from tierstore.units import format_bytes, parse_bytes, parse_rate
@@ -149,13 +148,3 @@ def _in_the_sheet() -> Machine | None:
     name = device_name()
     found = None if name is None else sheet_name(name)
     return None if found is None else accelerator(found)
-
-
-def sheet_name(device: str) -> str | None:
-    """Return what the sheet calls an accelerator that torch names; ``None``: it is not there.
-
-    Every part of the sheet's name has to be in torch's; of several the longest one counts.
-    """
-    parts = set(re.findall(r"[a-z]+[0-9]+[a-z]*|[0-9]+gb|[0-9]+|[a-z]+", device.lower()))
-    found = [name for name in SHEET if set(name.split("-")) <= parts]
-    return max(found, key=len, default=None)

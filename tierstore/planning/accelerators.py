@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -269,6 +270,19 @@ def accelerator(
     capacities = {tier: nbytes for tier, nbytes in given.items() if nbytes is not None}
     told = {f"tiers.{tier}": "given" for tier in capacities}
     return replace(whole.with_capacities(capacities), sources={**whole.sources, **told})
+
+
+def sheet_name(device: str) -> str | None:
+    """Return what the sheet calls an accelerator that torch names; ``None``: it is not there.
+
+    Every part of the sheet's name has to be in torch's; of several the longest one counts.
+
+    Args:
+        device: as its driver names it: ``"NVIDIA A100-SXM4-80GB"``.
+    """
+    parts = set(re.findall(r"[a-z]+[0-9]+[a-z]*|[0-9]+gb|[0-9]+|[a-z]+", device.lower()))
+    found = [name for name in SHEET if set(name.split("-")) <= parts]
+    return max(found, key=len, default=None)
 
 
 def _plain(name: object) -> str:

@@ -11,7 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
+
 from tierstore.config import OffloadConfig
+from tierstore.planning.accelerators import accelerator, sheet_name
 from tierstore.planning.deciding import ALIGNMENT_BYTES
 from tierstore.planning.homes import DEVICE
 from tierstore.planning.machine import ComputeFigures, LinkFigures, Machine, TierFigures, TierMedium
@@ -64,11 +67,14 @@ def machine_of(store: Store, config: OffloadConfig) -> Machine:
         sources |= {f"links.{each.name}": source for each in links[-2:]}
     compute = ComputeFigures({"float32": _ASSUMED_OPERATIONS_PER_S}, _ASSUMED_MEMORY_BYTES_PER_S)
     sources["device"] = sources["host"] = "assumed"
+    nominal = _in_the_sheet(store.device)
+    if nominal is not None:
+        sources["device"] = f"nominal: {nominal.name}"
     return Machine(
         "this run's",
         tiers,
         tuple(links),
-        compute,
+        compute if nominal is None else nominal.device,
         compute,
         shares,
         has_streams=store.device.type != "cpu",
@@ -133,6 +139,18 @@ def _busy_s(copies: Iterable[CopyRecord]) -> float:
         busy_s += max(0.0, copy.end_s - max(copy.begin_s, until_s))
         until_s = max(until_s, copy.end_s)
     return busy_s
+
+
+def _in_the_sheet(device: torch.device) -> Machine | None:
+    """Return what the sheet says of an accelerator; ``None``: it is not there, or nobody tells its name."""
+    if device.type == "cpu":
+        return None
+    try:
+        described = torch.get_device_module(device).get_device_name(device.index or 0)
+    except (AttributeError, RuntimeError):
+        return None
+    found = sheet_name(str(described))
+    return None if found is None else accelerator(found)
 
 
 def _medium(index: int, name: str) -> TierMedium:
