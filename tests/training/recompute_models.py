@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -152,6 +153,17 @@ def cubed(x: Tensor) -> Tensor:
     return found
 
 
+@functools.cache
+def recurrent() -> type[nn.LSTM | nn.GRU]:
+    """Return LSTM, or GRU where the processor is one for which PyTorch has no LSTM in bfloat16."""
+    try:
+        with torch.random.fork_rng(), torch.autocast("cpu", dtype=torch.bfloat16):
+            nn.LSTM(DIM, DIM)(torch.zeros(1, 1, DIM))
+    except RuntimeError:
+        return nn.GRU
+    return nn.LSTM
+
+
 class OddLayer(nn.Module):
     """Tuples, named and absent arguments, absent outputs, a function of its own, and parts that run twice."""
 
@@ -159,7 +171,7 @@ class OddLayer(nn.Module):
         super().__init__()
         self.attention = nn.Linear(DIM, DIM)
         self.feed_forward = nn.ModuleDict(
-            {"one": nn.Linear(DIM, DIM), "two": nn.LSTM(DIM, DIM, batch_first=True)}
+            {"one": nn.Linear(DIM, DIM), "two": recurrent()(DIM, DIM, batch_first=True)}
         )
 
     def forward(
