@@ -23,7 +23,7 @@ For none of the attributes there is a public alternative, unless the list names 
   ``None``. In: buffers, forward_snapshot.
 - ``_c``: scripts hold parameters that nobody knows of. In: torchscript.
 - ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows stay
-  open. In: crossings, foreseen, hooks, neighbours.
+  open. In: crossings, first_call, hooks, neighbours.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
   guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
   poisons, reclaimed_tensors, rows_memory, shared_memory, state, state_dict_entries, state_dicts.

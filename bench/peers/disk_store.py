@@ -10,6 +10,7 @@ import tierstore as ts
 from bench.peers.diskjob import MIB, DiskJob, Way
 from bench.peers.usage import Usage, metered
 from bench.peers.workers import Absent
+from tierstore.errors import BackendError
 
 _PAGE_BYTES = 4096
 
@@ -46,7 +47,7 @@ class Evicted:
         """Open the store.
 
         Raises:
-            Absent: this version of the backend does not know an option.
+            Absent: this version of the backend does not know an option, or its engine cannot be used here.
         """
         self._job = job
         self._keys = [f"k{index}" for index in range(job.count)]
@@ -57,7 +58,7 @@ class Evicted:
                     [ts.TierConfig("host", "pinned", room_bytes), _disk(job, self._options, room_bytes)]
                 )
             )
-        except ts.ConfigError as error:
+        except (ts.ConfigError, BackendError) as error:
             raise Absent(str(error)) from error
 
     def give(self, index: int, tensor: torch.Tensor) -> None:
