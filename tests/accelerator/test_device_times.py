@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.accelerator import DEVICE, Pace, busy, held, late, paced
+from tests.run_planners import noted_planners
 from tierstore.planning import Machine, Phase, Placement, Program
 from tierstore.planning.searching import Choice, Levers, search
 from tierstore.planning.simulating import Conditions
@@ -180,15 +181,7 @@ def _forward_s(program: Program) -> list[float]:
 def planners(monkeypatch: pytest.MonkeyPatch) -> list[RunPlanner]:
     """Return the planners of runs that are opened in a test; planning is always worth its time."""
     monkeypatch.setattr(planned, "SHARE_OF_TIME", math.inf)
-    found: list[RunPlanner] = []
-    watch = RunPlanner.watch
-
-    def noted(planner: RunPlanner) -> None:
-        found.append(planner)
-        watch(planner)
-
-    monkeypatch.setattr(RunPlanner, "watch", noted)
-    return found
+    return noted_planners(monkeypatch)
 
 
 @pytest.mark.parametrize("stall", [0.1, 4.0])

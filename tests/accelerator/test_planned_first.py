@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.accelerator import DEVICE, late
+from tests.run_planners import noted_planners
 from tests.training.twins import Trial, adam, assert_equal_lists, blocks, like_blocks, steps
 from tierstore.planning import Machine, Placement, Program
 from tierstore.planning.searching import Choice
@@ -50,15 +51,7 @@ def _logged(name: str, config: Mapping[str, object] | None) -> list[torch.Tensor
 
 @pytest.fixture
 def planners(monkeypatch: pytest.MonkeyPatch) -> list[RunPlanner]:
-    found: list[RunPlanner] = []
-    watch = RunPlanner.watch
-
-    def noted(planner: RunPlanner) -> None:
-        found.append(planner)
-        watch(planner)
-
-    monkeypatch.setattr(RunPlanner, "watch", noted)
-    return found
+    return noted_planners(monkeypatch)
 
 
 @pytest.mark.parametrize("quota", QUOTAS)

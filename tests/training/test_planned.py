@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tierstore as ts
+from tests.run_planners import noted_planners
 from tests.training.twins import adam, batch, is_on_accelerator, like_blocks, loss_of
 from tierstore.planning import Machine, Placement, Program
 from tierstore.planning.searching import Choice, Levers, Rejected, search
@@ -34,15 +35,7 @@ def _planning_is_always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def planners(monkeypatch: pytest.MonkeyPatch) -> list[RunPlanner]:
     """Return the planners of runs that are opened in a test."""
-    found: list[RunPlanner] = []
-    watch = RunPlanner.watch
-
-    def noted(planner: RunPlanner) -> None:
-        found.append(planner)
-        watch(planner)
-
-    monkeypatch.setattr(RunPlanner, "watch", noted)
-    return found
+    return noted_planners(monkeypatch)
 
 
 def _config(**more: object) -> ts.OffloadConfig:

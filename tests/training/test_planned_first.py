@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import target
+from tests.run_planners import noted_planners
 from tests.training.traced_models import BUILDS
 from tests.training.twins import assert_equal_lists
 from tierstore.config import OffloadConfig
@@ -22,7 +23,7 @@ from tierstore.planning import Machine, Placement, Program
 from tierstore.planning.searching import Choice
 from tierstore.planning.simulating import Conditions
 from tierstore.store import Store
-from tierstore.training import first_call, first_plan, offload, planned
+from tierstore.training import first_call, first_plan, offload, opening, planned
 from tierstore.training.first_plan import assumed_of, first_choice
 from tierstore.training.planned import RunPlanner, Stage
 from tierstore.training.run_machine import machine_of
@@ -49,15 +50,7 @@ def _planned_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
 @pytest.fixture
 def planners(monkeypatch: pytest.MonkeyPatch) -> list[RunPlanner]:
     """Return the planners of runs that are opened in a test."""
-    found: list[RunPlanner] = []
-    watch = RunPlanner.watch
-
-    def noted(planner: RunPlanner) -> None:
-        found.append(planner)
-        watch(planner)
-
-    monkeypatch.setattr(RunPlanner, "watch", noted)
-    return found
+    return noted_planners(monkeypatch)
 
 
 def config_of(
@@ -412,3 +405,21 @@ def test_a_fault_of_what_refuses_ends_the_matter_and_not_the_run(
     assert_equal_lists(outcome("deep", None).logged, found.logged)
     assert said(caplog, FIRST) == []
     assert any(UNKNOWN in line and "a fault of the simulator" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_machine_that_cannot_be_told_ends_planning_and_not_the_run(
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    planners: list[RunPlanner],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(store: object, config: object) -> Machine:
+        raise ValueError("a backend of others says odd things")
+
+    monkeypatch.setattr(opening, "machine_of", broken)
+    found = outcome("mlp", config_of(tmp_path, 700_000, device=device))
+    assert_equal_lists(outcome("mlp", None).logged, found.logged)
+    assert planners == []
+    assert said(caplog, "the run is neither foreseen nor planned")

@@ -135,9 +135,8 @@ def open_session(
     former = source if isinstance(source, ResumedCheckpoint) else None
     use_tiers(store, tiers_in(config.placement))
     plan = _plan(model, optimizers, config, store, former, selection, marks, others.division)
-    machine = machine_of(store, config)
-    there = {tier.name: tier.capacity_bytes for tier in store.config.tiers}
-    first_call = _foreseen(model, optimizers, config, machine.with_capacities(there), plan)
+    machine = _machine_of(store, config)
+    first_call = None if machine is None else _foreseen(model, optimizers, config, machine, plan)
     inventory = Inventory()
     policies = policies_for(
         optimizers,
@@ -168,12 +167,22 @@ def open_session(
         say_placed(model, plan.placed, store.device)
         if first_call is not None:
             first_call.watch(session.hold)
-        if is_planned(config, optimizers, plan.placement) and not list(plan.tables.attached()):
+        is_wanted = is_planned(config, optimizers, plan.placement) and not list(plan.tables.attached())
+        if machine is not None and is_wanted:
             RunPlanner(session, machine, config, first_call).watch()
     except BaseException:
         session.undo()
         raise
     return session
+
+
+def _machine_of(store: RunStore, config: OffloadConfig) -> Machine | None:
+    """Return the machine of a run; ``None``: it cannot be told, and the run goes on without plans."""
+    try:
+        return machine_of(store, config)
+    except Exception:
+        log.debug("the run is neither foreseen nor planned: its machine is not known", exc_info=True)
+        return None
 
 
 def _foreseen(
