@@ -10,7 +10,6 @@ import tierstore as ts
 from bench.peers.diskjob import MIB, DiskJob, Way
 from bench.peers.usage import Usage, metered
 from bench.peers.workers import Absent
-from tierstore.errors import BackendError
 
 _PAGE_BYTES = 4096
 
@@ -58,7 +57,7 @@ class Evicted:
                     [ts.TierConfig("host", "pinned", room_bytes), _disk(job, self._options, room_bytes)]
                 )
             )
-        except (ts.ConfigError, BackendError) as error:
+        except (ts.ConfigError, ts.BackendError) as error:
             raise Absent(str(error)) from error
 
     def give(self, index: int, tensor: torch.Tensor) -> None:
