@@ -22,6 +22,8 @@ import threading
 import weakref
 from typing import Any, Final, Protocol, TypeVar
 
+import torch
+
 from tierstore.errors import StoreForked
 
 _LOOK_AGAIN_S: Final = 1.0
@@ -84,6 +86,22 @@ def wait(event: threading.Event, timeout_s: float | None) -> bool:
             if left_s <= 0:
                 return False
     return True
+
+
+_computes_in_threads = _here
+
+
+def let_threads_compute() -> None:
+    """Have PyTorch ready for threads; call it before one starts that computes.
+
+    A thread's first operation asks PyTorch for its pool of threads, where their number has been set.  In a
+    child the first to ask makes the pool anew, without a lock: another that asks meanwhile is told that there
+    is none ("Invalid thread pool!", in PyTorch 2.13 still).  So it is made here, before there are two.
+    """
+    global _computes_in_threads  # noqa: PLW0603 - there is one for each process
+    if _computes_in_threads is not _here:
+        torch.set_num_threads(torch.get_num_threads())
+        _computes_in_threads = _here
 
 
 # ---------------------------------------------------------------------- in the child

@@ -475,6 +475,35 @@ def test_a_copy_that_nobody_refers_to_any_more_is_let_go_in_a_child_while_a_thre
             in_child(copies.clear)
 
 
+# ---------------------------------------------------------------------- threads of a child that compute
+
+COMPUTING_CHILD = """
+import os, threading, torch
+from tierstore.tables.workers import TableWorkers
+
+def add() -> float:
+    at_once.wait()
+    return torch.ones(100_000).add_(1)[0].item()
+
+torch.set_num_threads(1)
+torch.ones(100_000).sum()
+for number in range(20):
+    child = os.fork()
+    if child == 0:
+        at_once = threading.Barrier(4)
+        workers = TableWorkers("table")
+        futures = [workers.submit(add) for _ in range(4)]
+        assert [each.result() for each in futures] == [2.0] * 4
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, number
+print("fine")
+"""
+
+
+def test_threads_of_a_child_that_compute_at_once_find_pytorchs_threads() -> None:
+    assert run_python(COMPUTING_CHILD).endswith("fine\n")
+
+
 # ---------------------------------------------------------------------- processes that come to their end
 
 ENDS = """

@@ -82,6 +82,7 @@ def _fork(work: Callable[[int], object], rank: int, out: Path) -> int:
         return child
     status = 1
     try:
+        torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
         _part(out, rank).write_text(json.dumps(work(rank)))
         status = 0
     finally:

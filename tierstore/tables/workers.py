@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final, ParamSpec, TypeVar
 
+from tierstore import forks
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -26,6 +28,7 @@ class TableWorkers(Executor):
     def submit(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """See `concurrent.futures.Executor.submit`."""
         if self._threads is None:
+            forks.let_threads_compute()
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"tierstore {self._name}")
         return self._threads.submit(work, *args, **kwargs)
 

@@ -168,6 +168,7 @@ class HostStepper:
                 return
             if work.thread is None or work.intraop_threads != intraop_threads:
                 # A thread takes over how many there are when it first computes.
+                forks.let_threads_compute()
                 thread = threading.Thread(target=work.serve, name=THREAD_NAME, daemon=True)
                 former, work.thread = work.thread, thread
                 try:
