@@ -151,7 +151,7 @@ def test_without_a_device_all_of_it_has_to_fit_into_memory(place: Path, capsys: 
 
 
 @pytest.mark.parametrize("machine", ["v100-32gb", "h100-80gb"])
-def test_a_recorded_program_says_that_its_seconds_are_those_of_the_recording(
+def test_a_recorded_program_says_that_its_seconds_and_bundles_are_those_of_the_recording(
     place: Path, capsys: _Output, machine: str
 ) -> None:
     assert main(["plan", *_HERE, "--machine", machine, "--trace", "made.json"]) == 0
@@ -164,6 +164,8 @@ def test_a_recorded_program_says_that_its_seconds_are_those_of_the_recording(
         found = _planned("--program", path, "--machine", machine, "--placement", "rules", capsys=capsys)
         told = "computing takes as long as where the run was recorded (device cpu)"
         assert (told in str(found["assumptions"])) == is_told
+        grouped = "small modules travel together as where the run was recorded"
+        assert (grouped in str(found["assumptions"])) == is_told
 
 
 @pytest.mark.parametrize("option", ["--page", "--trace", "--write"])

@@ -81,12 +81,19 @@ def program_of(wish: ModelWish) -> Program:
         require_same(program, _traced(wish), wish.trace)
     else:
         _refuse_beside_trace(wish)
-    return _told_of_seconds(program)
+    return _told_of_the_run(program)
 
 
-def _told_of_seconds(program: Program) -> Program:
-    """Say of a program that was watched that it takes as long as there, on whatever machine."""
-    if program.source != "trace" or not program.compute_s:
+def _told_of_the_run(program: Program) -> Program:
+    """Say of a program that was watched that its bundles and seconds are that run's, whatever the machine."""
+    if program.source != "trace":
+        return program
+    grouped = (
+        "small modules travel together as where the run was recorded; under another quota of the first tier "
+        "a run may group them otherwise, and move up to a sixth more or less"
+    )
+    program = replace(program, assumptions=(*program.assumptions, grouped))
+    if not program.compute_s:
         return program
     where = program.facts.get("device")
     told = (
