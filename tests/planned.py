@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -214,6 +214,15 @@ def machine_of(
         shares if is_half_duplex else {},
         has_streams=has_streams,
     )
+
+
+def without_device(machine: Machine) -> Machine:
+    """Return a machine of three tiers without the first one: host memory, and a disk below it."""
+    first = machine.tiers[0].name
+    links = tuple(link for link in machine.links if first not in (link.source, link.target))
+    shared = {name for link in links for name in link.shares}
+    shares = {name: rate for name, rate in machine.shares.items() if name in shared}
+    return replace(machine, tiers=machine.tiers[1:], links=links, shares=shares)
 
 
 def _pairs(

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.planned import Layer, layers_of, machine_of, machines, placements, program_of, programs
+from tests.planned import (
+    Layer,
+    layers_of,
+    machine_of,
+    machines,
+    placements,
+    program_of,
+    programs,
+    without_device,
+)
 from tierstore import solving
 from tierstore.errors import CapacityError
 from tierstore.planning import Machine, Placement, Program, TierMedium, Treatment
@@ -44,6 +53,8 @@ def repeats(program: Program, on: Machine, placement: Placement) -> float:
 @given(st.data())
 def test_nothing_that_is_simulated_is_faster(data: st.DataObject) -> None:
     program, on = data.draw(programs(most_layers=4)), data.draw(machines())
+    if len(on.tiers) > 2 and data.draw(st.booleans()):
+        on = without_device(on)
     placement = data.draw(placements(program, on))
     if data.draw(st.booleans()):
         placement = with_marks(placement, [0], Treatment.RECOMPUTE)
