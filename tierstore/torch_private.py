@@ -61,7 +61,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
 - ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would
-  add a call to each. In: signals.
+  import the compiler, and add a call to each. In: signals, uncompiled.
 - ``_timeout``: as ``_get_backend``. In: row_exchange.
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
@@ -83,6 +83,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Generator, MutableMapping
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +102,7 @@ from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree, chec
 
 __all__ = [
     "COMPOSABLE_STATE",
+    "SKIP_FRAME_AND_CALLS",
     "CachedDispatchMode",
     "CachingDispatchMode",
     "CheckpointFrame",
@@ -160,6 +162,7 @@ __all__ = [
     "push_saved_tensor_hooks",
     "pytree",
     "set_dispatch_key_included",
+    "set_frame_strategy",
     "set_versions",
     "storage_of_weak_pointer",
     "storage_use_count",
@@ -176,6 +179,7 @@ __all__ = [
 ]
 
 _C: Any = torch._C
+_eval_frame: Any = torch._C._dynamo.eval_frame  # C++: the compiler itself is not imported
 _autograd: Any = torch._C._autograd
 _functorch: Any = torch._C._functorch
 _ops: Any = torch._ops
@@ -369,6 +373,16 @@ global_forward_pre_hooks: MutableMapping[int, Any] = _modules._global_forward_pr
 RecursiveScriptModule = _script.RecursiveScriptModule
 # State that is loaded is cast in another way than plain PyTorch's.  No public alternative.
 process_loaded_state: Callable[..., Any] = torch.optim.Optimizer._process_value_according_to_param_policy
+
+# ---------------------------------------------------------------------- the compiler
+
+# Functions of ours are compiled where others compile.  ``torch.compiler.disable`` is no alternative: it
+# imports the compiler, which takes seconds.
+set_frame_strategy: Callable[[CodeType, object], None] = _eval_frame.set_code_exec_strategy
+# As `set_frame_strategy`: what it is told.
+SKIP_FRAME_AND_CALLS: object = _eval_frame._FrameExecStrategy(
+    _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP
+)
 
 
 def compiler_callbacks() -> CompilerCallbacks:

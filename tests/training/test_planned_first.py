@@ -23,7 +23,7 @@ from tierstore.planning import Machine, Placement, Program
 from tierstore.planning.searching import Choice
 from tierstore.planning.simulating import Conditions
 from tierstore.store import Store
-from tierstore.training import first_call, first_plan, offload, opening, planned
+from tierstore.training import first_call, first_plan, offload, planned, run_machine
 from tierstore.training.first_plan import assumed_of, first_choice
 from tierstore.training.planned import RunPlanner, Stage
 from tierstore.training.run_machine import machine_of
@@ -418,7 +418,7 @@ def test_a_machine_that_cannot_be_told_ends_planning_and_not_the_run(
     def broken(store: object, config: object) -> Machine:
         raise ValueError("a backend of others says odd things")
 
-    monkeypatch.setattr(opening, "machine_of", broken)
+    monkeypatch.setattr(run_machine, "machine_of", broken)
     found = outcome("mlp", config_of(tmp_path, 700_000, device=device))
     assert_equal_lists(outcome("mlp", None).logged, found.logged)
     assert planners == []

@@ -427,3 +427,29 @@ def test_a_function_can_be_marked_as_not_to_be_compiled() -> None:
 
     assert torch.compiler.disable(function)._torchdynamo_disable
     assert weakref.ref(function)() is function
+
+
+def test_frames_of_a_function_and_of_what_it_calls_can_be_left_to_python() -> None:
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + 1
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def backend(graph: Any, inputs: object) -> Any:  # noqa: ANN401
+        del inputs
+        graphs.append(graph)
+        return graph
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return outer(x)
+
+    graphs: list[object] = []
+    for expected in (1, 0):
+        torch._dynamo.reset()
+        graphs.clear()
+        assert torch.compile(compiled, backend=backend)(torch.ones(1)).tolist() == [3.0]
+        assert len(graphs) == expected
+        private.set_frame_strategy(outer.__code__, private.SKIP_FRAME_AND_CALLS)
+        vars(outer)["_torchdynamo_disable"] = True

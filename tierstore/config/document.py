@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tierstore.config import yaml_text
 from tierstore.config.checks import Faults, near
 from tierstore.errors import ConfigError
 from tierstore.quoting import quoted
@@ -59,6 +58,8 @@ def load(path: Path) -> object:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds more than is accepted.
     """
+    from tierstore.config import yaml_text  # who gives a mapping needs no YAML
+
     try:
         text = read_regular(path, yaml_text.MOST_BYTES).decode("utf-8")
     except OSError as cause:

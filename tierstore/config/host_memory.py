@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from tierstore.units import KIB
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -46,6 +44,8 @@ _Read = Callable[[Path], HostRoom | None]
 
 def host_rooms() -> list[HostRoom]:
     """Return every bound of host memory that can be known, now."""
+    import psutil
+
     return [
         HostRoom(int(psutil.virtual_memory().available), "the machine's available memory"),
         *_of_cgroups(),

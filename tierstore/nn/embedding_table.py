@@ -23,6 +23,7 @@ from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import RowStats, RowStore, seed_of
 from tierstore.torch_private import innermost_transform
+from tierstore.uncompiled import uncompiled
 from tierstore.units import parse_bytes
 
 _log = logging.getLogger("tierstore")
@@ -135,7 +136,7 @@ class EmbeddingTable(nn.Module):
         """The type of its elements."""
         return self.weight.dtype
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # there is nothing in it to compile
+    @uncompiled  # there is nothing in it to compile
     def forward(
         self,
         ids: torch.Tensor,

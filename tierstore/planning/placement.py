@@ -19,9 +19,6 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any, TypeVar
 
-import yaml
-
-from tierstore.config import yaml_text
 from tierstore.errors import ConfigError
 from tierstore.planning.homes import (
     DEVICES,
@@ -221,6 +218,8 @@ class Placement:
 
     def to_yaml(self) -> str:
         """Return it as YAML: `from_yaml` reads it back, and so does ``placement:`` of a configuration."""
+        import yaml
+
         text: str = yaml.safe_dump(self.to_mapping(), sort_keys=False)
         return text
 
@@ -231,6 +230,8 @@ class Placement:
         Raises:
             ConfigError: it is not YAML, or as `from_mapping`.
         """
+        from tierstore.config import yaml_text
+
         return cls.from_mapping(yaml_text.parse(text, "placement"))
 
 

@@ -36,6 +36,7 @@ from tierstore.training.optimizers import registered
 from tierstore.training.pytorch.own_work import are_modes_on, ordinary_mode
 from tierstore.training.tracing import Inputs, trace_model
 from tierstore.training.tracing.twin import ModelTwin, inputs_without_bytes, refuse_hooks
+from tierstore.uncompiled import uncompiled
 
 log = logging.getLogger("tierstore")
 
@@ -164,7 +165,7 @@ class _BeforeFirst(Hook):
     def __init__(self, first: FirstCall) -> None:
         self._first = first
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del module
         self._first.look(args, kwargs)

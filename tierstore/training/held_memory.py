@@ -10,8 +10,6 @@ import torch
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.planning.program import ByteKind
 from tierstore.planning.rules import HOST
-from tierstore.planning.simulating.holdings import told
-from tierstore.training.recorded_runs import learned_timeline
 from tierstore.training.session import Session
 from tierstore.units import format_bytes
 
@@ -99,6 +97,9 @@ def account_of(session: Session) -> str:
         f"{format_bytes(store.leased_bytes(tier))} are in use, and the program was seen to have "
         f"{format_bytes(own_bytes)} beside it."
     )
+    from tierstore.planning.simulating.holdings import told
+    from tierstore.training.recorded_runs import learned_timeline
+
     timeline = learned_timeline(session)
     if timeline is None:
         return now if own_bytes or stats.charged_bytes else ""

@@ -1,4 +1,8 @@
-"""Opening a session: what goes where, and how much room there is for it."""
+"""Opening a session: what goes where, and how much room there is for it.
+
+What plans runs is imported when the first is opened: it takes a good part of what importing all of training
+would take.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import ctypes
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +32,6 @@ from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
 from tierstore.training.checkpoints.weights import Weights
-from tierstore.training.first_call import FirstCall, first_call_of
-from tierstore.training.foreseen import ForeseenRun
 from tierstore.training.formats.json_codec import not_in_the_model
 from tierstore.training.inventory import Inventory
 from tierstore.training.modules import replicas
@@ -48,9 +50,7 @@ from tierstore.training.optimizer_needs import (
 )
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import placement_of, use_tiers
-from tierstore.training.planned import RunPlanner, is_planned
 from tierstore.training.policies import policies_for
-from tierstore.training.run_machine import machine_of
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tables.cache_wishes import (
@@ -63,6 +63,9 @@ from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables
 from tierstore.training.totals import require_together
 from tierstore.units import MIB, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from tierstore.training.first_call import FirstCall
 
 log = logging.getLogger("tierstore")
 
@@ -167,9 +170,8 @@ def open_session(
         say_placed(model, plan.placed, store.device)
         if first_call is not None:
             first_call.watch(session.hold)
-        is_wanted = is_planned(config, optimizers, plan.placement) and not list(plan.tables.attached())
-        if machine is not None and is_wanted:
-            RunPlanner(session, machine, config, first_call).watch()
+        if machine is not None and not list(plan.tables.attached()):
+            _let_be_planned(session, optimizers, machine, config, first_call, plan.placement)
     except BaseException:
         session.undo()
         raise
@@ -178,11 +180,28 @@ def open_session(
 
 def _machine_of(store: RunStore, config: OffloadConfig) -> Machine | None:
     """Return the machine of a run; ``None``: it cannot be told, and the run goes on without plans."""
+    from tierstore.training.run_machine import machine_of
+
     try:
         return machine_of(store, config)
     except Exception:
         log.debug("the run is neither foreseen nor planned: its machine is not known", exc_info=True)
         return None
+
+
+def _let_be_planned(
+    session: Session,
+    optimizers: Sequence[torch.optim.Optimizer],
+    machine: Machine,
+    config: OffloadConfig,
+    first_call: FirstCall | None,
+    placement: Placement,
+) -> None:
+    """Let a run be planned as it goes on, if it is to be."""
+    from tierstore.training.planned import RunPlanner, is_planned
+
+    if is_planned(config, optimizers, placement):
+        RunPlanner(session, machine, config, first_call).watch()
 
 
 def _foreseen(
@@ -193,6 +212,10 @@ def _foreseen(
     plan: _SessionPlan,
 ) -> FirstCall | None:
     """Return what knows a step of the run, once its inputs are known."""
+    from tierstore.training.first_call import first_call_of
+    from tierstore.training.foreseen import ForeseenRun
+    from tierstore.training.planned import is_planned
+
     certain_bytes = sum(each.nbytes for each in plan.sets)
     is_plain = not plan.placed.are_any and not plan.tables.whole_bytes
     wants_plan = is_planned(config, optimizers, plan.placement)

@@ -33,7 +33,6 @@ from tierstore.training.held_memory import note_holders, noted
 from tierstore.training.leaving import OnClose, choice_of
 from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.optimizers.in_backward import Stepping
-from tierstore.training.recorded_runs import copies_of, program_of, recorded_to
 from tierstore.training.run_stats import RunStats
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
@@ -142,6 +141,8 @@ class Offload:
         Raises:
             UsageError: fewer than three steps have run, the run is closed, or ``memory_offload`` is OFF.
         """
+        from tierstore.training.recorded_runs import program_of
+
         return program_of(self._recordable("program()"))
 
     def recorded_copies(self) -> tuple[CopyRecord, ...]:
@@ -150,6 +151,8 @@ class Offload:
         Raises:
             UsageError: no step was recorded yet, the run is closed, or ``memory_offload`` is OFF.
         """
+        from tierstore.training.recorded_runs import copies_of
+
         return copies_of(self._recordable("recorded_copies()"))
 
     def record(self, path: str | Path) -> contextlib.AbstractContextManager[None]:
@@ -163,6 +166,8 @@ class Offload:
             UsageError: the path is a directory's, the run is closed, or ``memory_offload`` is OFF.
             OSError: the file cannot be made; or, when the block ends, written.
         """
+        from tierstore.training.recorded_runs import recorded_to
+
         return recorded_to(self._recordable("record(...)"), Path(path))
 
     def _recordable(self, what: str) -> Session:

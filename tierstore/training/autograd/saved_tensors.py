@@ -59,6 +59,7 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
     top_hooks,
     whose,
 )
+from tierstore.uncompiled import uncompiled
 
 
 class Reference(NamedTuple):
@@ -233,7 +234,7 @@ class SavedTensors:
 
     # --- packing ------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         reference = self.refer(tensor)
@@ -285,7 +286,7 @@ class SavedTensors:
             place.is_neg,
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def unpack(self, packed: object) -> torch.Tensor:
         """Return the tensor that was packed.
 
@@ -294,7 +295,7 @@ class SavedTensors:
         """
         if are_function_modes_on():
             with out_of_sight():
-                return cast("torch.Tensor", self.unpack(packed))
+                return self.unpack(packed)
         self.before_unpacking()
         if isinstance(packed, Displayed):
             brought = in_packed(AwayAlias, lambda away: away.bring(), packed.packed)
@@ -378,7 +379,7 @@ class PacksBefore(Inside):
 class Chained(PacksBefore):
     """Packs bundles, and leaves the rest to the hooks that were there before."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         reference = self.saved.refer(tensor)
@@ -390,7 +391,7 @@ class Chained(PacksBefore):
 class PacksShown(PacksBefore):
     """Shows everything to a user's hooks; of what they pack, aliases of bundles become references."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         packed = in_packed(torch.Tensor, self.saved.away, self._pack_before(tensor))
@@ -400,7 +401,7 @@ class PacksShown(PacksBefore):
 class Repeated(PacksBefore):
     """Lets ``torch.utils.checkpoint`` count all that is saved; what it keeps of bundles are stand-ins."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         reference = self.saved.refer(tensor)

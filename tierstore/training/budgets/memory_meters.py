@@ -231,6 +231,7 @@ class _Counting:
     """
 
     def __init__(self, device_type: str = "cpu", rounded_bytes: int = 1) -> None:
+        operator_observers.prepare()
         self._device_type = device_type
         self._rounded_bytes = rounded_bytes
         self._live: dict[int, _Storage] = {}

@@ -41,6 +41,7 @@ from tierstore.training.faults.state_dict_entries import in_place_of
 from tierstore.training.pytorch.calling_functions import is_for_a_parameter
 from tierstore.training.pytorch.function_modes import are_function_modes_on, show
 from tierstore.training.pytorch.own_work import ordinary_mode
+from tierstore.uncompiled import uncompiled
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Function = _Tensor.data.__set__
@@ -301,13 +302,13 @@ def _let_set_be_seen() -> None:
     """Let ``torch.Tensor.set_(p, source)`` be seen as ``p.set_(source)`` is; it asks for an address."""
     in_cpp: Function = torch.Tensor.set_
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows what is in C++
+    @uncompiled  # it knows what is in C++
     @functools.wraps(in_cpp)
     def seen(self: torch.Tensor, *source: object, **named: object) -> object:
         is_guarded = type(self) in plain_classes
         return _set(self, *source, **named) if is_guarded else in_cpp(self, *source, **named)
 
-    torch.Tensor.set_ = seen  # type: ignore[method-assign]
+    torch.Tensor.set_ = seen  # type: ignore[method-assign,assignment]
 
 
 _let_foreach_take_handles()

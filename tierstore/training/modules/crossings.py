@@ -50,6 +50,7 @@ from tierstore.training.modules.neighbours import (
 from tierstore.training.modules.nested_values import are_same, brought, content_of, made_anew
 from tierstore.training.modules.plain_attributes import note_mixture
 from tierstore.training.pytorch.function_modes import out_of_sight
+from tierstore.uncompiled import uncompiled
 
 
 class Carrier(Protocol):
@@ -358,7 +359,7 @@ class _CrossIn(Hook):
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
         return require_side_of_copy if self._border.side == CPU else super().__deepcopy__(memo)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -408,7 +409,7 @@ class _Leave(Hook):
     def __init__(self, border: _Border) -> None:
         self._border = border
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """See above."""
         del args
@@ -439,7 +440,7 @@ class _CrossOut(Hook):
     def __init__(self, border: _Border) -> None:
         self._border = border
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401 - a module's own
         """Return the output on the side around the module."""
         del args

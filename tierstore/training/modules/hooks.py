@@ -31,6 +31,7 @@ from tierstore.training.modules.abandoned_checkpoints import end_left_checkpoint
 from tierstore.training.pytorch.function_modes import out_of_sight
 from tierstore.training.pytorch.own_work import has_hands_on_tensors
 from tierstore.training.pytorch.saved_tensor_hooks import InForce, take_out_of_force
+from tierstore.uncompiled import uncompiled
 
 
 def do_nothing(*arguments: object, **named: object) -> None:
@@ -333,7 +334,7 @@ class _BeforeForward(Hook):
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = hooks
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
@@ -346,7 +347,7 @@ class _AfterForward(Hook):
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = hooks
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
         del args, output
         if module is self._hooks.module:
@@ -400,7 +401,7 @@ class GradientHook(Hook):
         self._parameter = weakref.ref(parameter)
         self._act = act
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, gradient: torch.Tensor | None) -> None:
         """Act; what is accumulated stays as it is."""
         del gradient

@@ -33,6 +33,7 @@ from tierstore.training.modules.hooks import Hook
 from tierstore.training.optimizers.step_units import placed
 from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
 from tierstore.training.pytorch.function_modes import out_of_sight
+from tierstore.uncompiled import uncompiled
 
 
 class Stepping(enum.Enum):
@@ -52,7 +53,7 @@ class _Accumulated(Hook):
     def __init__(self, act: Callable[[torch.Tensor], None]) -> None:
         self._act = act
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, parameter: torch.Tensor) -> None:
         with out_of_sight():
             self._act(parameter)

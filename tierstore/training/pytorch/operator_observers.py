@@ -42,6 +42,7 @@ from tierstore.torch_private import (
     set_dispatch_key_included,
     takes_numbers_as_tensors,
 )
+from tierstore.uncompiled import uncompiled
 
 log = logging.getLogger("tierstore")
 
@@ -50,7 +51,6 @@ Operator = OpOverload
 _KEY = dispatch_key(OBSERVERS_KEY_NAME)
 _BELOW = dispatch_keys_below(_KEY)
 _COMPOSITE = torch.DispatchKey.CompositeImplicitAutograd
-_callbacks = compiler_callbacks()
 
 
 class Observer(Protocol):
@@ -127,12 +127,22 @@ _thread = _Thread()
 _kernels = _Kernels()
 
 
+def prepare() -> None:
+    """Import what tells when the compiler begins, for `observe`.
+
+    That is the compiler: it takes seconds, unless a program has made an optimizer or uses checkpoints, for
+    which PyTorch itself has imported it.  To be called where a program has no modes in force.
+    """
+    compiler_callbacks()
+
+
 def observe(observer: Observer) -> None:
     """Tell ``observer`` of the operators of this thread, backward included, until it is over."""
     _kernels.register()
     _kernels.let_empty_pass()
-    if _begin_compiling not in _callbacks.start_callbacks:  # whoever resets the compiler clears them
-        _callbacks.register_start_callback(_begin_compiling)
+    callbacks = compiler_callbacks()
+    if _begin_compiling not in callbacks.start_callbacks:  # whoever resets the compiler clears them
+        callbacks.register_start_callback(_begin_compiling)
     if observer not in _thread.observers:
         _thread.observers = (*_thread.observers, observer)
     end_unseen()
@@ -170,7 +180,7 @@ def _begin_compiling(arguments: object) -> None:
 # ---------------------------------------------------------------------- the kernel
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # what is not compiled may run among what is
+@uncompiled  # what is not compiled may run among what is
 def _run(operator: Operator, keys: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Run an operator, and tell of it."""
     thread = _thread

@@ -18,7 +18,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -138,8 +137,10 @@ class ForwardSnapshot:
         self._buffers = BufferSnapshot(module)
         self._modes = [(each, each.training) for each in module.modules()]
         owned = (each for owner, _ in self._modes for each in vars(owner).values())
-        found = {id(each): each for each in (*owned, *values) if isinstance(each, _GENERATORS)}
-        self._states = [(each, _state_of(each)) for each in (random, numpy.random, *found.values())]
+        numpy_random = _of_numpy()
+        kinds = (torch.Generator, random.Random, numpy_random.Generator, numpy_random.RandomState)
+        found = {id(each): each for each in (*owned, *values) if isinstance(each, kinds)}
+        self._states = [(each, _state_of(each)) for each in (random, numpy_random, *found.values())]
         with natively():
             self._parameters = [
                 _Parameter(owner, name, each, each.requires_grad, _version(each))
@@ -214,17 +215,23 @@ class ForwardSnapshot:
 
 
 _is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
-_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
-def _state_of(generator: Any) -> Any:  # noqa: ANN401 - one of `_GENERATORS`, or the module that has one
-    if isinstance(generator, numpy.random.Generator):
+def _of_numpy() -> Any:  # noqa: ANN401 - a module
+    """Return ``numpy.random``, which nobody else may have imported yet: a forward may be the first."""
+    import numpy.random
+
+    return numpy.random
+
+
+def _state_of(generator: Any) -> Any:  # noqa: ANN401 - a generator, or the module that has one
+    if isinstance(generator, _of_numpy().Generator):
         return generator.bit_generator.state
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:  # noqa: ANN401 - see `_state_of`
-    if isinstance(generator, numpy.random.Generator):
+    if isinstance(generator, _of_numpy().Generator):
         generator.bit_generator.state = state
     elif hasattr(generator, "setstate"):
         generator.setstate(state)

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.modules.hooks import Hook, ModuleCall
 from tierstore.training.pytorch.function_modes import out_of_sight
+from tierstore.uncompiled import uncompiled
 
 Thing = TypeVar("Thing")
 
@@ -40,7 +40,7 @@ class QuietHook(Hook):
     def __init__(self, act: Callable[[nn.Module, Any, Any], None]) -> None:
         self._act = act
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, other: Any) -> None:  # noqa: ANN401 - a module's own
         """Act, with named arguments or the output as ``other``."""
         with out_of_sight():

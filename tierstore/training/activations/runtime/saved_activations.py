@@ -34,6 +34,7 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
     top_hooks,
     whose,
 )
+from tierstore.uncompiled import uncompiled
 
 
 class PackedTensor(Protocol):
@@ -124,7 +125,7 @@ class PolicyHooks(Inside):
                 return each
         return None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self._operators.unwatched(), out_of_sight():
@@ -148,7 +149,7 @@ def _taken(policy: SavePolicy, tensor: torch.Tensor) -> torch.Tensor | AwayAlias
     return tensor if packed is None else AwayAlias(packed.tensor)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def unpack(packed: object) -> torch.Tensor:
     """Return the tensor that was packed.
 
