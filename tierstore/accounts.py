@@ -6,18 +6,15 @@ Knows nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import cast
 
 from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
 from tierstore.spi import CountingBackend
-from tierstore.stats import Counted, StoreStats, TierStats, Traffic
+from tierstore.stats import Counted, StoreStats, TierStats, Traffic, plain_values
 from tierstore.tier_backends import TierBackend
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 @uninterrupted
@@ -77,4 +74,6 @@ def _with_medium(tier: TierStats, opened: TierBackend) -> TierStats:
 
 
 def _as_mapping(stats: object) -> Mapping[str, Counted]:
-    return asdict(cast("DataclassInstance", stats))
+    """Return what a medium counts as plain values, whatever mappings and numbers it counts with."""
+    counted: Mapping[str, Counted] = plain_values(stats)
+    return counted

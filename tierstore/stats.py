@@ -1,12 +1,16 @@
 """What `Store.stats` returns: one frozen object, in bytes, counts and seconds.
 
-It can be copied and pickled, and is that moment's: nothing in it changes any more.
+1. It can be copied, pickled and given to ``dataclasses.asdict``, and is that moment's: nothing in it changes
+   any more.
+2. Its ``as_dict`` has nothing but what JSON has: `plain_values`.
 """
 
 from __future__ import annotations
 
+import enum
+import numbers
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from tierstore.codec import CodecStats
@@ -109,5 +113,39 @@ class StoreStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``dataclasses.asdict`` does, with ``"from->to"`` for directions: JSON can say that."""
-        traffic = {f"{source}->{target}": asdict(moved) for (source, target), moved in self.traffic.items()}
-        return asdict(self) | {"traffic": traffic}
+        told: dict[str, Any] = plain_values(self)
+        return told
+
+
+def plain_values(value: object) -> Any:  # noqa: ANN401 - what JSON has
+    """Return statistics, of whatever kind of mapping or number, as plain dicts, tuples and numbers.
+
+    Keys become texts: a direction ``"from->to"``, a member of an enumeration its value.
+
+    Args:
+        value: a dataclass, a mapping, a sequence, a number, a text or ``None``; what is nothing of these is
+            shown as a text.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain_values(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {_key(key): plain_values(each) for key, each in value.items()}
+    if isinstance(value, tuple | list | set | frozenset):
+        return tuple(map(plain_values, value))
+    return _plain(value)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return str(value)
+
+
+def _key(key: object) -> str:
+    return "->".join(map(_key, key)) if isinstance(key, tuple) else str(_plain(key))

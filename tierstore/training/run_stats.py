@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from tierstore.stats import StoreStats, TierStats, Traffic
+from tierstore.stats import StoreStats, TierStats, Traffic, plain_values
 from tierstore.tables import RowStats
 from tierstore.training.activations.recomputation.recompute import RecomputeStats
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
@@ -53,4 +53,5 @@ class RunStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``dataclasses.asdict`` does, in words that JSON has: see `StoreStats.as_dict`."""
-        return asdict(self) | {"store": None if self.store is None else self.store.as_dict()}
+        told: dict[str, Any] = plain_values(self)
+        return told

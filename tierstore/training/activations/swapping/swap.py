@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore import forks
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
-from tierstore.stats import StoreStats
+from tierstore.stats import StoreStats, plain_values
 from tierstore.store import Store
 from tierstore.training.activations.config import config_log
 from tierstore.training.activations.config.layers import Names, find_layers
@@ -69,6 +69,11 @@ class SwapStats:
     passes: int
     operators: int
     triggers: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``dataclasses.asdict`` does, in words that JSON has: see `StoreStats.as_dict`."""
+        told: dict[str, Any] = plain_values(self)
+        return told
 
 
 class Swap:
