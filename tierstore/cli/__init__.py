@@ -40,6 +40,9 @@ class _Verb(NamedTuple):
 _VERBS: Final = {
     "doctor": _Verb("doctor", "what this machine offers a store, and what is missing for more"),
     "plan": _Verb("plan", "will a model fit, how fast will it be, and what should go where"),
+    "convert": _Verb(
+        "convert", "write the YAML of a run from a configuration of DeepSpeed's or Accelerate's"
+    ),
     "ls": _Verb("ls", "list the keys of a durable store"),
     "du": _Verb("du", "count the bytes of a durable store"),
     "verify": _Verb("verify", "read a durable store and name damaged keys"),

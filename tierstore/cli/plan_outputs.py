@@ -11,8 +11,7 @@ from tierstore.cli.plan_result import PlanResult, step_bound
 from tierstore.cli.plan_text import bound_text
 from tierstore.cli.run_document import run_document, to_yaml
 from tierstore.cli.seconds import format_seconds
-from tierstore.cli.text_files import write_text
-from tierstore.errors import UsageError
+from tierstore.cli.text_files import require_own, write_text
 from tierstore.planning.chrome import TraceParts, trace_to_chrome
 
 WRITTEN_BY = "written by tierstore plan"
@@ -37,14 +36,7 @@ def require_ours(option: str, path: str) -> None:
     Raises:
         UsageError: the file is there, and does not begin as what is to be written does.
     """
-    ours = _BEGINNINGS[option]
-    try:
-        with Path(path).open("rb") as file:
-            begin = file.read(len(ours))
-    except OSError:
-        return
-    if begin and begin != ours:
-        raise UsageError(f"{path} is there, and was not {WRITTEN_BY}: give another path, or remove it")
+    require_own(path, _BEGINNINGS[option], WRITTEN_BY)
 
 
 def write_run(path: str, wish: RunWish, result: PlanResult) -> None:

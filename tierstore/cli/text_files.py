@@ -58,6 +58,26 @@ def require_places(paths: Sequence[str]) -> None:
         seen.add(place)
 
 
+def require_own(path: str, beginning: bytes, written_by: str) -> None:
+    """Refuse to write an output over something else: a source file, a machine file, a configuration.
+
+    Args:
+        path: that is to be written.
+        beginning: of all that is written there.
+        written_by: who writes it, for the message.
+
+    Raises:
+        UsageError: the file is there, and does not begin so.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            begin = file.read(len(beginning))
+    except OSError:
+        return
+    if begin and begin != beginning:
+        raise UsageError(f"{path} is there, and was not {written_by}: give another path, or remove it")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, or replace the former one.
 
