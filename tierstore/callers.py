@@ -35,6 +35,20 @@ def opening(what: str) -> Iterator[None]:
         _opener.reset(token)
 
 
+@contextlib.contextmanager
+def opened_by(text: str) -> Iterator[None]:
+    """Note that whatever is opened inside the context is opened by a call that was made before.
+
+    Args:
+        text: what `opener` has said of it.
+    """
+    token = _opener.set(text)
+    try:
+        yield
+    finally:
+        _opener.reset(token)
+
+
 def _place() -> str:
     """Return where the program called this library."""
     frame = sys._getframe(1)  # noqa: SLF001 - as `warnings` does, and cheaper than `inspect`

@@ -43,7 +43,7 @@ _PUBLIC = {
     "InvariantError",
 }
 
-_CLIENTS_MAY_IMPORT = _PUBLIC | {"data", "nn", "optim", "planning", "testing", "training"}
+_CLIENTS_MAY_IMPORT = _PUBLIC | {"data", "integrations", "nn", "optim", "planning", "testing", "training"}
 _BACKENDS_MAY_IMPORT = tuple(
     f"tierstore.{room}"
     for room in (

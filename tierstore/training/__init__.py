@@ -11,7 +11,9 @@ from tierstore.training.activations.recomputation.recompute import Recompute, Re
 from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.training.activations.swapping.selective_checkpoint import create_selective_checkpoint_contexts
 from tierstore.training.activations.swapping.swap import Swap, SwapStats, swap
+from tierstore.training.checkpoints.initial_values import InitialValues
 from tierstore.training.checkpoints.resumed import Resumed
+from tierstore.training.checkpoints.without_values import without_values
 from tierstore.training.offload import offload
 from tierstore.training.optimizers.registered import register_optimizer
 from tierstore.training.place import place
@@ -20,6 +22,7 @@ from tierstore.training.run_stats import RunStats
 
 __all__ = [
     "ActivationStore",
+    "InitialValues",
     "Offload",
     "Recompute",
     "RecomputeConfig",
@@ -35,6 +38,7 @@ __all__ = [
     "recompute",
     "register_optimizer",
     "swap",
+    "without_values",
 ]
 
 signals.wait_in(Path(__file__).parent)

@@ -19,6 +19,7 @@ from torch import nn
 
 from tierstore.callers import opening
 from tierstore.config import OffloadConfig
+from tierstore.formats.safetensors_files import TensorSource
 from tierstore.planning.placement import with_patterns
 from tierstore.signals import interruptible
 from tierstore.training import again, processes
@@ -54,7 +55,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
     optimizer: Optimizers = None,
     config: Config = None,
     *,
-    weights: str | Path | None = None,
+    weights: str | Path | TensorSource | None = None,
     resume: bool = True,
     layers: Names = None,
     ignored: Sequence[str] = (),
@@ -78,9 +79,10 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         config: an `OffloadConfig`, a mapping of its keys, or a document: a mapping of sections, or the path
             of a YAML file of them.  A document's ``swap_config`` and ``recompute_config`` are applied, too:
             activations are then kept in the same store, within the same quotas.
-        weights: a safetensors file, the index of several (``model.safetensors.index.json``) or their
-            directory, that parameters and buffers get their values from; needed where the model was built
-            under ``torch.device("meta")``.  Not read if training is resumed.
+        weights: what parameters and buffers get their values from: a safetensors file, the index of several
+            (``model.safetensors.index.json``) or their directory; or `InitialValues`, or what
+            `tierstore.integrations.transformers_models` returns.  Needed where the model was built under
+            `without_values` or ``torch.device("meta")``.  Not read if training is resumed.
         resume: whether it is.  If not, training begins anew, and the checkpoint that is there stays
             until the first one of this run.
         layers: names of the containers of the model's layers, such as ``"model.layers"``, for documents that
@@ -128,7 +130,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
     with contextlib.ExitStack() as files:
         files.enter_context(opening("offload(...)"))
         again.make_way(model)
-        source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
+        source = None if weights is None else files.enter_context(Weights(model, weights))
         if settings.is_on:
             given = {
                 "resume": resume,

@@ -6,7 +6,6 @@ would take.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tierstore.training.budgets.memory_meters import (
     beside_bytes,
     tensors_in,
 )
+from tierstore.training.bundles.freed_memory import give_freed_memory_back
 from tierstore.training.bundles.grouping import SMALL_BYTES, Group, first_names, group_parameters
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
@@ -62,14 +62,12 @@ from tierstore.training.tables.division import TableDivision
 from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables
 from tierstore.training.totals import require_together
-from tierstore.units import MIB, format_bytes, parse_bytes
+from tierstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from tierstore.training.first_call import FirstCall
 
 log = logging.getLogger("tierstore")
-
-_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 # ---------------------------------------------------------------------- what there is already
@@ -470,18 +468,6 @@ def _take_in(session: Session, groups: Sequence[Group], source: Weights | Resume
     session.adopt(groups, source)
     session.buffers.move()
     session.watch(groups)
-
-
-def give_freed_memory_back() -> None:
-    """Let the C library return every freed piece of 1 MiB and more to the system at once.
-
-    By itself glibc raises that bound to 32 MiB as pieces are freed (mallopt(3), M_MMAP_THRESHOLD), and
-    gradients, fresh state and pages of tables then leave holes in its heap that no quota knows of: measured,
-    three times the host quota.  Holds for the process; other C libraries are left as they are.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MIB)
 
 
 def _say_if_small(store: Store, sets: Sequence[WorkingSet], tables: RunTables) -> None:

@@ -29,6 +29,7 @@ from tierstore.training.autograd.clipping import clip_gradients
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
+from tierstore.training.checkpoints.run_files import write_run_file
 from tierstore.training.held_memory import note_holders, noted
 from tierstore.training.leaving import OnClose, choice_of
 from tierstore.training.modules.replicas import refuse_to_average
@@ -243,6 +244,39 @@ class Offload:
             TierStoreError: another process could not read its rows, or the first could not write them.
         """
         self._checkpoint().save(Path(path))
+
+    def late_state_dicts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which state dicts take no memory: their entries are read when they are used.
+
+        `save_file` writes them one bundle at a time.  Whoever else uses an entry has its values as they are
+        then, and reads them again each time.  For the calling thread only.
+        """
+        session = None if self._is_closed else self._session
+        return contextlib.nullcontext() if session is None else session.state_dicts.late()
+
+    @interruptible
+    def save_file(self, path: str | Path, value: object) -> None:
+        """Write a value as ``torch.save`` does, with one bundle of the run in memory at a time.
+
+        ``torch.load`` reads the file.  A file that is there is replaced when the new one is whole and on the
+        disk.
+
+        Args:
+            path: of the file.
+            value: anything that can be pickled, with state dicts in it that are made in `late_state_dicts`,
+                and parameters of the run, which are written as plain tensors.
+
+        Raises:
+            UsageError: it holds sparse, quantised or nested tensors, or such as ``torch.save`` alone writes;
+                nothing was written.
+            AttributeError, TypeError, PicklingError: it cannot be pickled; nothing was written.
+            OSError: the file system failed; a former file is unharmed.
+        """
+        self._require_here()
+        session = None if self._is_closed else self._session
+        write_run_file(
+            Path(path), value, ordinary_access(self._model) if session is None else session.access()
+        )
 
     def load(self, path: str | Path) -> None:
         """Take parameters, buffers and optimizer state over from a checkpoint: training resumes bit for bit.

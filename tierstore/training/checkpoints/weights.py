@@ -13,6 +13,7 @@ objects that they were, so that an optimizer made before still trains them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
-from tierstore.formats.safetensors_files import check_names
+from tierstore.formats.safetensors_files import TensorSource, check_names
 from tierstore.formats.sharded_weights import open_source
 from tierstore.nn.table_weight import TableWeight
 from tierstore.training.bundles.placeholders import has_no_values
@@ -34,15 +35,16 @@ class Weights:
 
     Args:
         model: that gets its values from them.
-        path: of a safetensors file, of the index of several, or of their directory.
+        source: the path of a safetensors file, of the index of several, or of their directory; or tensors by
+            name.
 
     Raises:
         UsageError: they cannot be read or do not fit; every fault is listed.
     """
 
-    def __init__(self, model: nn.Module, path: Path) -> None:
+    def __init__(self, model: nn.Module, source: str | Path | TensorSource) -> None:
         self._model = model
-        self._source = open_source(path)
+        self._source = _opened(source)
         try:
             self._found = self._check()
         except BaseException:
@@ -61,8 +63,10 @@ class Weights:
         if empty:
             raise UsageError(
                 f"these buffers have no values (they are on the meta device, or were released) and no file "
-                f"holds them: {', '.join(empty)}. "
-                "Give them values before offload(...)."
+                f"holds them: {', '.join(empty)}. Build the model under "
+                f"tierstore.training.without_values(), not "
+                "under torch.device('meta'): its own code computes them then. Or give them values before "
+                "offload(...)."
             )
         return {name: found[each[0]] for _, each in names for name in each}
 
@@ -111,3 +115,20 @@ class Weights:
     def __exit__(self, *exception: object) -> None:
         """Close them."""
         self._source.__exit__(*exception)
+
+
+def _opened(source: str | Path | TensorSource) -> TensorSource:
+    """Return what weights are read from.
+
+    Raises:
+        UsageError: there is nothing that could be read.
+    """
+    if isinstance(source, str | os.PathLike):
+        return open_source(Path(source))
+    if not callable(getattr(source, "read_rows", None)):
+        raise UsageError(
+            f"weights is a {type(source).__name__}; accepted: a path of safetensors files, "
+            f"InitialValues(model), or the "
+            "weights of what tierstore.integrations.transformers_models returns."
+        )
+    return source

@@ -5,10 +5,12 @@
 2. Loading a model's copies into one parameter after another.  Loading an optimizer's takes its tensors
    bundle by bundle, cast as PyTorch casts them.  As in PyTorch, a tensor that needs no cast is the state from
    then on; one that shares memory with others is copied.
+3. For a writer that takes one tensor after another entries are read when they are used (`StateDicts.late`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import Counter
@@ -23,6 +25,7 @@ from tierstore.torch_private import RecursiveScriptModule, process_loaded_state
 from tierstore.training.budgets.memory_meters import tensors_in
 from tierstore.training.bundles.bindings import Bindings, natively
 from tierstore.training.faults import guard
+from tierstore.training.faults.late_entries import late_entry
 from tierstore.training.faults.state_dict_entries import entry_for, whole_of
 from tierstore.training.modules.adopter import Adopter
 from tierstore.training.modules.hooks import Hook
@@ -36,12 +39,13 @@ StateDict = dict[str, Any]
 
 
 class _Making(threading.local):
-    """The state dict that is being made in this thread."""
+    """The state dict that is being made in this thread, and whether entries are late ones."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.copies: dict[int, torch.Tensor] = {}
         self.entries: dict[int, torch.Tensor] = {}
+        self.is_late = False
 
 
 class StateDicts:
@@ -73,12 +77,16 @@ class StateDicts:
         """Return an entry for a guarded tensor while a model's state dict is being made, else ``None``."""
         if not self._making.depth:
             return None
+        if self._making.is_late:
+            return late_entry(tensor, self.entry_alone)
         if id(tensor) not in self._making.entries:
             self._making.entries[id(tensor)] = self._new_entry(tensor)
         return self._making.entries[id(tensor)]
 
     def entry_alone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an entry for a guarded tensor whose bundle is not read for others."""
+        """Return an entry for a tensor whose bundle is not read for others; of an ordinary one, an alias."""
+        if guard.guarded_tensor_of(tensor) is None:
+            return tensor.detach()
         try:
             return self._new_entry(tensor)
         finally:
@@ -98,6 +106,15 @@ class StateDicts:
         if guard.guarded_tensor_of(tensor) is not None and id(tensor) not in self._making.copies:
             self._making.copies.clear()
         return self._copy(tensor)
+
+    @contextlib.contextmanager
+    def late(self) -> Iterator[None]:
+        """Let entries of state dicts that this thread makes be read when they are used."""
+        former, self._making.is_late = self._making.is_late, True
+        try:
+            yield
+        finally:
+            self._making.is_late = former
 
     def reset(self) -> None:
         """Forget a state dict that was never finished."""
@@ -168,7 +185,7 @@ class StateDicts:
     def _linked(self, value: object) -> object:
         if not isinstance(value, torch.Tensor) or guard.guarded_tensor_of(value) is None:
             return value
-        return self._new_entry(value)
+        return late_entry(value, self.entry_alone) if self._making.is_late else self._new_entry(value)
 
     def _load(self, kept: OptimizerState, loaded: StateDict) -> None:
         """Take the tensors of a loaded state dict, bundle by bundle."""
