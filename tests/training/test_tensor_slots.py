@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from tests.training.twins import (
     LAYOUTS,
@@ -21,7 +22,8 @@ from tests.training.twins import (
 from tierstore.training import offload
 from tierstore.training.bundles import binding
 from tierstore.training.bundles.bindings import natively
-from tierstore.training.bundles.tensor_slots import PlainSlot, slot_of
+from tierstore.training.bundles.layout import flat_bytes, lay_out, span_of
+from tierstore.training.bundles.tensor_slots import PlainSlot, memory_of, slot_of
 
 
 class Watched(PlainSlot):
@@ -80,3 +82,48 @@ def test_a_plain_tensor_has_its_bytes_itself() -> None:
         slot.detach(tensor, poison)
         assert tensor.data_ptr() == poison.data_ptr()
     assert tensor._version == version
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+@pytest.mark.usefixtures("_group")
+def test_a_sharded_tensor_has_its_bytes_in_its_local_one() -> None:
+    sharded = pytest.importorskip("torch.distributed.tensor")
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    whole = sharded.DTensor.from_local(
+        torch.ones(2, 3), mesh, [sharded.Shard(0)], shape=(4, 3), stride=(3, 1)
+    )
+    local = whole.to_local()
+    assert memory_of(local) is local
+    assert memory_of(whole) is slot_of(type(whole)).local(whole)
+    assert memory_of(whole).data_ptr() == local.data_ptr()
+    view, poison = torch.arange(6.0).view(2, 3), torch.zeros(1).expand(2, 3)
+    memory = memory_of(whole)
+    with natively():
+        slot_of(type(whole)).attach(whole, view)
+        assert memory_of(whole) is memory
+        assert memory.data_ptr() == view.data_ptr()
+        slot_of(type(whole)).detach(whole, poison)
+    assert memory.data_ptr() == poison.data_ptr()
+    assert whole.shape == (4, 3)
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+@pytest.mark.usefixtures("_group")
+def test_a_sharded_tensor_lies_as_its_local_one() -> None:
+    sharded = pytest.importorskip("torch.distributed.tensor")
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    whole = sharded.DTensor.from_local(
+        torch.ones(2, 3), mesh, [sharded.Shard(0)], shape=(4, 3), stride=(3, 1)
+    )
+    places, nbytes = lay_out([("whole", whole)])
+    assert (places[0].shape, places[0].nbytes, nbytes) == ((2, 3), 24, 24)
+    assert span_of(whole) == 24
+    assert torch.equal(places[0].view(flat_bytes(whole, places[0], nbytes)), torch.ones(2, 3))

@@ -16,6 +16,7 @@ from tierstore.planning.homes import CPU, DEVICE
 from tierstore.planning.rules import HOST
 from tierstore.quoting import quoted
 from tierstore.training.bundles.grouping import Content, Group
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.bundles.working_sets import (
     ForwardSet,
     Needs,
@@ -72,7 +73,8 @@ def _working_set(
     if group.optimizer is None:
         return WorkingSet(group.names[0], own_bytes, 0, (), pinned_bytes)
     trained = [p for p in group.tensors if p.requires_grad]
-    gradients = tuple(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
+    memories = map(memory_of, trained)
+    gradients = tuple(align_up(m.numel() * m.element_size(), ALIGNMENT_BYTES) for m in memories)
     known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
     made_bytes = sum(_made_bytes(optimizers, options, group.optimizer, p) for p in trained)
     state_bytes = align_up(known_bytes or made_bytes, ALIGNMENT_BYTES)

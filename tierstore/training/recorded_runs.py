@@ -27,6 +27,7 @@ from tierstore.quoting import quoted
 from tierstore.recorded import CopyRecord
 from tierstore.training.activations.config.layers import find_layers
 from tierstore.training.bundles.binding import natively
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.optimizers.whole_steps import WholeSteps
 from tierstore.training.recording.marks import RecordedStep, RecordedSteps, RunFigures
@@ -230,7 +231,9 @@ def _assumptions(session: Session) -> list[str]:
 
 def _fingerprint(model: nn.Module) -> str:
     with natively():
-        parameters = [(name, each.nbytes, ByteKind.PARAMETERS) for name, each in model.named_parameters()]
+        parameters = [
+            (n, memory_of(each).nbytes, ByteKind.PARAMETERS) for n, each in model.named_parameters()
+        ]
         return fingerprint(
             [*parameters, *((n, each.nbytes, ByteKind.BUFFER) for n, each in model.named_buffers())]
         )

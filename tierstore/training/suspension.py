@@ -32,7 +32,7 @@ import torch
 from tierstore.errors import CapacityError, KeyNotFound, TierStoreError, UsageError
 from tierstore.planning.rules import DISK, HOST
 from tierstore.training.autograd.accumulation import is_in_backward
-from tierstore.training.autograd.gradient import native_gradient
+from tierstore.training.autograd.gradient import native_gradient, nbytes_of
 from tierstore.training.bundles.bindings import Binding, set_data
 from tierstore.training.bundles.leasing import LeasingState
 from tierstore.training.bundles.pinning import pin, unpin_all
@@ -274,7 +274,7 @@ class Suspension:
             kept_bytes += tables.unwritten_bytes() - tables.leased_bytes()
         if len(below) < len(names):
             kept_bytes += sum(
-                native.nbytes
+                nbytes_of(native)
                 for each in self._session.gradients.table
                 if (native := native_gradient(each.parameter)) is not None and native.layout is torch.strided
             )

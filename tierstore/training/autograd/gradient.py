@@ -14,6 +14,7 @@ from tierstore.store import Store
 from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training import locks
 from tierstore.training.bundles.bindings import Binding, natively, set_data
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.own_work import ordinary_mode
 
@@ -61,7 +62,7 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 def nbytes_of(gradient: torch.Tensor) -> int:
     """Return the bytes that a gradient takes; of a sparse one, those of its indices and values."""
     if gradient.layout is torch.strided:
-        return gradient.nbytes
+        return memory_of(gradient).nbytes
     with ordinary_mode():  # a dispatch mode would see that somebody asks
         if gradient.layout is torch.sparse_coo:
             return gradient._indices().nbytes + gradient._values().nbytes  # noqa: SLF001 - the others coalesce

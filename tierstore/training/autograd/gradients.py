@@ -39,12 +39,13 @@ from tierstore.training.autograd.gradient import (
 )
 from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.bundles.binding import values_of
-from tierstore.training.bundles.bindings import Access, Binding, Bindings, natively, set_data
+from tierstore.training.bundles.bindings import Access, Binding, Bindings, natively
 from tierstore.training.bundles.bundle_tiers import access_after_use
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.layout import flat_bytes, lay_out
 from tierstore.training.bundles.placeholders import Placeholder, looks_of
 from tierstore.training.bundles.poisons import poison_for
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.faults import guard, guarded_classes
 from tierstore.training.pytorch.own_work import ordinary_mode
 
@@ -306,9 +307,7 @@ class Gradients:
         with self._bindings.apart():
             places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
             poison = poison_for(places[0], fresh.device)
-            binding = Binding(
-                key, places, nbytes, [fresh], [guarded_classes.guard_of(torch.Tensor)], [poison]
-            )
+            binding = Binding(key, places, nbytes, [fresh], [guarded_classes.guard_of(type(fresh))], [poison])
             binding.is_saved_by_reference = False
             binding.after_use = access_after_use(gradient.home, self._store)
             binding.confined_to = _confined_to(gradient)
@@ -318,8 +317,8 @@ class Gradients:
         gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)
         guard.enrol(binding, self._fault_handler)
-        set_data(fresh, poison)
-        fresh.__class__ = guarded_classes.guard_of(torch.Tensor)
+        binding.detach(0)
+        fresh.__class__ = binding.guards[0]
 
     def _forget(self, gradient: Gradient) -> None:
         """Drop the stash, if there is one; a handle that somebody else has becomes an ordinary tensor."""
@@ -341,8 +340,8 @@ class Gradients:
             # The end of a window would take the bytes from the handle again, and so would coming home.
             if binding.windows or not binding.is_whole:
                 self._bindings.forsake(binding)
-            binding.tensors[0].__class__ = torch.Tensor
-            binding.tensors[0].data = kept
+            binding.tensors[0].__class__ = binding.plain[0]
+            binding.slots[0].attach(binding.tensors[0], kept)
         if not binding.is_whole:  # and nobody has it: it need not come home
             self._bindings.forsake(binding)
         elif not self._bindings.release_idle(binding):
@@ -440,8 +439,8 @@ class Gradients:
     def _give_back(self, gradient: Gradient, binding: Binding, values: torch.Tensor) -> None:
         handle = binding.tensors[0]
         with natively():
-            set_data(handle, values)
-        handle.__class__ = torch.Tensor
+            binding.slots[0].attach(handle, values)
+        handle.__class__ = binding.plain[0]
         guard.dismiss(binding)
         show_gradient(gradient.parameter, handle)
         self._is_given_back(gradient)
@@ -456,7 +455,7 @@ class Gradients:
         """
         self._leave_behind(
             gradient,
-            lambda handle, name, looks: ending.lose(handle, torch.Tensor, name, looks, reason),
+            lambda handle, kind, name, looks: ending.lose(handle, kind, name, looks, reason),
         )
 
     def release(self, gradient: Gradient, text_of: Callable[[str], str]) -> None:
@@ -475,13 +474,13 @@ class Gradients:
             self._bindings.forsake(gradient.binding)
         self._leave_behind(
             gradient,
-            lambda handle, name, looks: Placeholder(
-                torch.Tensor, name, text_of(name), looks, handle.device
+            lambda handle, kind, name, looks: Placeholder(
+                kind, name, text_of(name), looks, handle.device
             ).put_on(handle),
         )
 
     def _leave_behind(
-        self, gradient: Gradient, put_on: Callable[[torch.Tensor, str, torch.Tensor], None]
+        self, gradient: Gradient, put_on: Callable[[torch.Tensor, type, str, torch.Tensor], None]
     ) -> None:
         binding = gradient.binding
         if binding is None:
@@ -489,9 +488,9 @@ class Gradients:
         guard.dismiss(binding)
         handle = binding.tensors[0]
         with natively():
-            set_data(handle, binding.poisons[0])  # it may show bytes of a lease that has ended
+            binding.detach(0)  # it may show bytes of a lease that has ended
         show_gradient(gradient.parameter, handle)
-        put_on(handle, binding.places[0].name, looks_of(binding.places)[0])
+        put_on(handle, binding.plain[0], binding.places[0].name, looks_of(binding.places)[0])
         self._is_given_back(gradient)
 
     def _is_given_back(self, gradient: Gradient) -> None:
@@ -565,5 +564,6 @@ def _confined_to(gradient: Gradient) -> str | None:
 
 
 def _has_plain_bytes(native: torch.Tensor) -> bool:
-    """Whether a gradient is a dense tensor without a graph of its own."""
-    return type(native) is torch.Tensor and not native.requires_grad and native.layout is torch.strided
+    """Whether a gradient is a dense tensor without a graph of its own, or such a part of one."""
+    memory = memory_of(native)
+    return type(memory) is torch.Tensor and not native.requires_grad and memory.layout is torch.strided

@@ -34,6 +34,7 @@ from tierstore.training.autograd.saved_tensors import Reference
 from tierstore.training.bundles.binding import Binding, Where, natively
 from tierstore.training.bundles.layout import overlapping
 from tierstore.training.bundles.placeholders import has_no_values
+from tierstore.training.bundles.tensor_slots import memory_of
 
 _SHOWN = 3
 
@@ -51,9 +52,11 @@ def require_sole_reference(model: nn.Module, ignored: Container[torch.Tensor] = 
         UsageError: something does; it is named as far as it can be known.
     """
     there = {name: p for name, p in model.named_parameters() if not has_no_values(p)}
-    names: Named = {p: name for name, p in there.items() if p not in ignored}
+    names: Named = {memory_of(p): name for name, p in there.items() if p not in ignored}
     others: dict[str, torch.Tensor] = {
-        f"the parameter {name!r}, which is ignored,": p for name, p in there.items() if p in ignored
+        f"the parameter {name!r}, which is ignored,": memory_of(p)
+        for name, p in there.items()
+        if p in ignored
     }
     others |= {f"the buffer {name!r}": b for name, b in model.named_buffers() if not has_no_values(b)}
     _refuse_shared_memory(names)
@@ -336,7 +339,7 @@ def aliases_of(binding: Binding) -> list[torch.Tensor]:
     gc.collect()  # what only a cycle refers to
     shown = binding.storages
     own = {id(view) for view in shown.views} | {
-        id(tensor)
+        id(memory_of(tensor))
         for tensor, where in zip(binding.tensors, binding.where, strict=True)
         if where is Where.HOME
     }

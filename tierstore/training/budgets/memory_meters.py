@@ -23,6 +23,7 @@ from tierstore.torch_private import (
     storage_use_count,
 )
 from tierstore.training.bundles.binding import natively
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.pytorch import operator_observers
 from tierstore.units import align_up
 
@@ -343,7 +344,7 @@ class _Counting:
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     with natively():  # parameters wear other classes inside their windows and outside
-        for tensor in tensors_in(values):
+        for tensor in map(memory_of, tensors_in(values)):
             is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
             is_wrapped = is_wrapper or is_transformed_tensor(tensor) or is_legacy_batched_tensor(tensor)
             if tensor.layout is torch.strided and not is_wrapped:

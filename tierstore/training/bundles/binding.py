@@ -32,7 +32,7 @@ from tierstore.torch_private import storage_use_count, tensor_use_count, version
 from tierstore.training.bundles.layout import TensorLayout, regions_of
 from tierstore.training.bundles.lease_storages import LeaseStorages, pieces_of
 from tierstore.training.bundles.memory_parts import MemoryPart, part_of, storage_of
-from tierstore.training.bundles.tensor_slots import slot_of
+from tierstore.training.bundles.tensor_slots import memory_of, slot_of
 from tierstore.training.pytorch.function_modes import are_function_modes_on
 
 _Natively = torch.DisableTorchFunctionSubclass
@@ -317,7 +317,7 @@ class Binding:
         with _Natively():
             for number in numbers:
                 self.parts.pop(number, None)
-                part = part_of(self.tensors[number], is_larger=is_larger)
+                part = part_of(memory_of(self.tensors[number]), is_larger=is_larger)
                 if part is not None:
                     self.parts[number] = part
 
@@ -346,7 +346,12 @@ def _twin(place: TensorLayout, offset: int) -> torch.Tensor:
 def versions_of(binding: Binding) -> list[int]:
     """Return how often each tensor was written to, as far as autograd knows."""
     with _Natively():
-        return list(map(version_of, binding.tensors))
+        return list(map(_writes_of, binding.tensors))
+
+
+def _writes_of(tensor: torch.Tensor) -> int:
+    memory = memory_of(tensor)
+    return version_of(tensor) if memory is tensor else version_of(tensor) + version_of(memory)
 
 
 # ---------------------------------------------------------------------- windows
@@ -466,9 +471,9 @@ def _is_at(tensor: torch.Tensor, place: TensorLayout, begin: int) -> bool:
 
 
 def values_of(binding: Binding, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of a bundle as views of its flat bytes; those abroad have their own."""
+    """Return the memory of a bundle's tensors as views of its flat bytes; those abroad have their own."""
     with _Natively():
         return [
-            place.view(flat) if where is Where.HOME else tensor.detach()
+            place.view(flat) if where is Where.HOME else memory_of(tensor).detach()
             for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True)
         ]

@@ -8,6 +8,7 @@
    with it the last bit of what they compute.  Memory that an allocator gave begins at a multiple of it.
 4. A tensor alone takes its own bytes and no more, so that it can be stored without a copy; one that begins
    between two multiples takes those from the lower one, too.
+5. Of a tensor that has its bytes in another one, all of this is said of that: see `memory_of`.
 
 Knows nothing of stores and tiers, and not which tensors travel together.
 """
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from tierstore.torch_private import negative_view
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.units import align_up
 
 ALIGNMENT_BYTES = 64
@@ -125,6 +127,7 @@ def span_bytes(shape: Sequence[int], stride: Stride, itemsize: int) -> int:
 
 def span_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's span."""
+    tensor = memory_of(tensor)
     return span_bytes(tensor.shape, tensor.stride(), tensor.element_size())
 
 
@@ -173,9 +176,9 @@ LOOKS = "_tierstore_looks"
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or what says how it would lie if it had its bytes."""
-    looks: torch.Tensor = getattr(type(tensor), LOOKS, tensor)
-    return looks
+    """Return the tensor that has the bytes, or what says how it would lie if it had them."""
+    looks: torch.Tensor | None = getattr(type(tensor), LOOKS, None)
+    return memory_of(tensor) if looks is None else looks
 
 
 def _begin_bytes(tensor: torch.Tensor) -> int:
@@ -245,6 +248,7 @@ def _overlapping(ranges: Sequence[tuple[object, int, int]]) -> list[tuple[int, .
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's span, where they are."""
+    tensor = memory_of(tensor)
     begin_bytes = int(tensor.storage_offset()) * tensor.element_size()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), begin_bytes, (span_of(tensor),), (1,))
@@ -260,7 +264,7 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def flat_bytes(tensor: torch.Tensor, place: TensorLayout, nbytes: int) -> torch.Tensor:
     """Return the bytes of a bundle of one tensor: those that it has where they are right."""
-    tensor = tensor.detach()
+    tensor = memory_of(tensor).detach()
     if nbytes == place.nbytes and place.is_of(tensor):
         return raw_bytes(tensor)
     flat = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
@@ -271,7 +275,7 @@ def flat_bytes(tensor: torch.Tensor, place: TensorLayout, nbytes: int) -> torch.
 def pack(flat: torch.Tensor, places: Sequence[TensorLayout], tensors: Sequence[torch.Tensor]) -> None:
     """Bring tensors to their places in the flat bytes of a bundle."""
     for place, tensor in zip(places, tensors, strict=True):
-        values = tensor.detach()
+        values = memory_of(tensor).detach()
         if place.is_of(values):
             flat[place.begin_bytes : place.end_bytes].copy_(raw_bytes(values))
         else:

@@ -34,6 +34,7 @@ from tierstore.training.bundles.layout import (
     raw_bytes,
 )
 from tierstore.training.bundles.poisons import Poisons
+from tierstore.training.bundles.tensor_slots import memory_of
 
 
 class Abroad(NamedTuple):
@@ -44,8 +45,8 @@ class Abroad(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor itself."""
-        return self.binding.tensors[self.number]
+        """The tensor that has its bytes."""
+        return memory_of(self.binding.tensors[self.number])
 
 
 def that_may_return(bindings: Iterable[Binding], *, from_anywhere: bool = False) -> dict[Binding, list[int]]:
@@ -60,7 +61,7 @@ def that_may_return(bindings: Iterable[Binding], *, from_anywhere: bool = False)
     with natively():
         for binding in bindings:
             for number in binding.abroad:
-                tensor = binding.tensors[number]
+                tensor = memory_of(binding.tensors[number])
                 is_there = from_anywhere or tensor.device == binding.device
                 if is_there and tensor.layout is torch.strided:
                     of_storage[tensor.untyped_storage()._cdata].append(Abroad(binding, number))  # noqa: SLF001
@@ -86,11 +87,12 @@ def fit_as_they_are(binding: Binding, numbers: Sequence[int]) -> bool:
     """
     alone = {region.members[0] for region in binding.regions if len(region.members) == 1}
     with natively():
-        return len(overlapping([binding.tensors[number] for number in numbers])) == len(numbers) and all(
+        memories = {number: memory_of(binding.tensors[number]) for number in numbers}
+        return len(overlapping(list(memories.values()))) == len(numbers) and all(
             number in alone
-            and binding.places[number].is_of(binding.tensors[number])
-            and _is_aligned_as(binding.tensors[number], binding.places[number])
-            for number in numbers
+            and binding.places[number].is_of(memory)
+            and _is_aligned_as(memory, binding.places[number])
+            for number, memory in memories.items()
         )
 
 

@@ -3,11 +3,16 @@
 A slot is a kind of tensor, not a tensor: it refers to none, so that references to tensors can be counted.
 Another kind, such as a tensor that has its bytes in another one, is another class and a line in `slot_of`.
 
+1. A *plain* tensor has its bytes itself.
+2. A ``DTensor`` has them in its local tensor, which is this process's part.  Its own sizes and strides are
+   those of the whole; where bytes are meant, `memory_of` it stands in its place.
+
 Everything is called natively (`tierstore.training.bundles.binding.natively`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +21,9 @@ import torch
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
 """Points a tensor at the memory of another one; autograd's version counter stays."""
+
+LOCAL = "_local_tensor"
+"""The member of a ``DTensor`` that has its bytes."""
 
 
 class TensorSlot(Protocol):
@@ -50,10 +58,45 @@ class PlainSlot:
         return tensor
 
 
+class LocalTensorSlot:
+    """A tensor that has its bytes in its local one, which stays the same object."""
+
+    def attach(self, tensor: torch.Tensor, view: torch.Tensor) -> None:
+        """See `TensorSlot.attach`."""
+        set_data(self.local(tensor), view)
+
+    def detach(self, tensor: torch.Tensor, poison: torch.Tensor) -> None:
+        """See `TensorSlot.detach`."""
+        set_data(self.local(tensor), poison)
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `TensorSlot.local`."""
+        kind = sharded_kind()
+        assert kind is not None
+        local: torch.Tensor = vars(kind)[LOCAL].__get__(tensor)  # past whatever a guard's class makes of it
+        return local
+
+
 _PLAIN = PlainSlot()
+_LOCAL = LocalTensorSlot()
+
+
+def sharded_kind() -> type[torch.Tensor] | None:
+    """Return ``DTensor``; ``None``: nobody has imported it, which takes a second, so there is none."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_sharded_kind(kind: type) -> bool:
+    """Whether tensors of a class are a ``DTensor``."""
+    sharded = sharded_kind()
+    return sharded is not None and issubclass(kind, sharded)
 
 
 def slot_of(kind: type[torch.Tensor]) -> TensorSlot:
-    """Return the slot of tensors of a class, as it is without a guard."""
-    del kind  # there is one kind so far
-    return _PLAIN
+    """Return the slot of tensors of a class, as it is with or without a guard."""
+    return _LOCAL if is_sharded_kind(kind) else _PLAIN
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has a tensor's bytes: itself, or the part of it that this process has."""
+    return slot_of(type(tensor)).local(tensor)

@@ -8,6 +8,7 @@ import torch
 
 from tierstore.training.bundles.bindings import Bindings
 from tierstore.training.bundles.layout import fill
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.checkpoints.files import BundleAccess
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.adapters import Taken
@@ -43,7 +44,7 @@ def access_to(
             for binding in needed:
                 binding.is_dirty = True
             for parameter, value in zip(part, values, strict=True):
-                fill(parameter, value)
+                fill(memory_of(parameter), value)
 
     def settle(index: int, part: Sequence[torch.Tensor]) -> None:
         guarded_tensor = guard.guarded_tensor_of(part[0])

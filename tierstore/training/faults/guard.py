@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from tierstore.errors import UsageError
 from tierstore.torch_private import disabled_torch_function, make_subclass
 from tierstore.training.bundles.bindings import Binding, natively
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.bundles.tensor_uses import (
     ADDRESSES,
     CHANGES_REQUIRES_GRAD,
@@ -101,9 +102,8 @@ def torch_function(
         return result
     if func in LAYOUT and (guarded_tensor := guarded_tensor_of(args[0])) is not None:
         with natively():
-            looks = (
-                args[0] if guarded_tensor.is_abroad else guarded_tensor.binding.twins[guarded_tensor.number]
-            )
+            has_looks = guarded_tensor.is_abroad or memory_of(args[0]) is not args[0]
+            looks = args[0] if has_looks else guarded_tensor.binding.twins[guarded_tensor.number]
             return func(looks, *args[1:], **kwargs)
     return fault(func, args, kwargs)
 
@@ -316,7 +316,7 @@ def of_its_own_class(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with natively():
         alias: Any = tensor.detach()
-        if kind is not torch.Tensor:
+        if kind is not torch.Tensor and type(alias) is not kind:
             alias = make_subclass(kind, alias, tensor.requires_grad)
         else:
             alias.requires_grad_(tensor.requires_grad)

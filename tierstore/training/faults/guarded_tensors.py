@@ -19,6 +19,7 @@ from tierstore.training.bundles.binding import Where
 from tierstore.training.bundles.bindings import Binding, Bindings, natively
 from tierstore.training.bundles.layout import TensorLayout
 from tierstore.training.bundles.placeholders import Placeholder, looks_of
+from tierstore.training.bundles.tensor_slots import memory_of
 
 
 class FaultHandler(Protocol):
@@ -138,4 +139,4 @@ def is_poisoned(guarded_tensor: GuardedTensor) -> bool:
     binding, tensor = guarded_tensor.binding, guarded_tensor.tensor
     poison = next(p for t, p in zip(binding.tensors, binding.poisons, strict=True) if t is tensor)
     with natively():
-        return bool(tensor.untyped_storage()._cdata == poison.untyped_storage()._cdata)  # noqa: SLF001
+        return bool(memory_of(tensor).untyped_storage()._cdata == poison.untyped_storage()._cdata)  # noqa: SLF001

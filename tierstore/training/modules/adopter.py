@@ -40,6 +40,7 @@ from tierstore.training.bundles.memory_parts import MemoryPart, ground_of
 from tierstore.training.bundles.placeholders import Placeholder, looks_of, origin_of, placeholder_of
 from tierstore.training.bundles.poisons import Poisons, poison_for
 from tierstore.training.bundles.reclaimed_tensors import that_may_return
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.faults import guard, guarded_classes, state_dict_entries
 
 
@@ -235,7 +236,7 @@ class Adopter:
         found = _unpack(flat, binding.places, [cpu] * len(binding.places), is_fresh=is_fresh)
         with natively():
             for number in binding.abroad:
-                found[number] = binding.tensors[number].detach().to(cpu, copy=True)
+                found[number] = memory_of(binding.tensors[number]).detach().to(cpu, copy=True)
         return found
 
     def origins(self) -> dict[torch.Tensor, torch.device]:
@@ -306,7 +307,7 @@ class Adopter:
     def note_parts_abroad(self) -> None:
         """Know which tensors that have their own bytes are parts of one memory, before one of them moves."""
         for binding in list(self._origins):
-            abroad = [number for number in binding.abroad if has_bytes(binding.tensors[number])]
+            abroad = [number for number in binding.abroad if has_bytes(memory_of(binding.tensors[number]))]
             binding.note_parts(abroad, is_larger=False)
 
     def _hand_out(

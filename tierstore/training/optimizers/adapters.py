@@ -20,6 +20,7 @@ import torch
 
 from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training.bundles import layout
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.optimizers import registered
 from tierstore.units import align_up
 
@@ -94,7 +95,7 @@ class EntriesAdapter:
         """See `OptimizerAdapter.state_bytes`."""
         if _has_entries(optimizer, parameter):
             tensors = self.state_tensors(optimizer, [parameter])
-            return sum(_aligned(each.tensor, each.tensor.numel()) for each in tensors)
+            return sum(_aligned(each.tensor, memory_of(each.tensor).numel()) for each in tensors)
         return sum(_aligned(parameter, numel) for numel in _expected(optimizer, parameter, options))
 
     def certain_bytes(self, optimizer: Optimizer, parameter: torch.Tensor, options: Options) -> int:
@@ -104,14 +105,11 @@ class EntriesAdapter:
         certain.
         """
         if _has_entries(optimizer, parameter):
-            tensors = [each.tensor for each in self.state_tensors(optimizer, [parameter])]
+            tensors = [memory_of(each.tensor) for each in self.state_tensors(optimizer, [parameter])]
             return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
         is_certain = type(optimizer) in _CERTAIN and registered.is_known(optimizer)
-        return (
-            _copies(optimizer, options) * parameter.nbytes
-            if is_certain and 0 not in parameter.stride()
-            else 0
-        )
+        memory = memory_of(parameter)
+        return _copies(optimizer, options) * memory.nbytes if is_certain and 0 not in memory.stride() else 0
 
 
 _ENTRIES = EntriesAdapter()
@@ -142,7 +140,7 @@ def _expected(optimizer: Optimizer, parameter: torch.Tensor, options: Options) -
     if isinstance(optimizer, torch.optim.Adafactor) and parameter.dim() > 1:
         *batch, rows, columns = parameter.shape
         return [math.prod((*batch, rows)), math.prod((*batch, columns))]  # a mean of each row and column
-    return [parameter.numel()] * _copies(optimizer, options)
+    return [memory_of(parameter).numel()] * _copies(optimizer, options)
 
 
 def _copies(optimizer: Optimizer, options: Options) -> int:
