@@ -92,8 +92,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
         if self._settings.durable:
             raise UsageError(
                 "TierstoreStrategy: with durable=True a run would go on from a checkpoint that the Trainer "
-                "knows "
-                "nothing of. Leave durable out: Lightning's own checkpoints are made and resumed from, by "
+                "knows nothing of. Leave durable out: Lightning's own checkpoints are made and resumed from, by "
                 "ModelCheckpoint and trainer.fit(model, ckpt_path=...)."
             )
         self._config = config
@@ -173,8 +172,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
         if processes.are_several():
             raise UsageError(
                 "TierstoreStrategy trains in one process, and this is one of several (torchrun, or a "
-                "process group "
-                "that is initialised): each would train a model of its own. Start it with python, without "
+                "process group that is initialised): each would train a model of its own. Start it with python, without "
                 "torchrun; to train in several processes write the loop yourself, with "
                 "run.average_gradients()."
             )
@@ -223,8 +221,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
             device = next(model.parameters()).device
             raise UsageError(
                 f"all parameters of {type(model).__name__} are on {str(device)!r}: it was moved there as a "
-                f"whole. "
-                f"Leave out model.to({str(device)!r}) or model.cuda(): the strategy brings what is needed, "
+                f"whole. Leave out model.to({str(device)!r}) or model.cuda(): the strategy brings what is needed, "
                 f"when "
                 "it is."
             )
