@@ -90,6 +90,11 @@ def test_a_command_line_that_calls_no_verb_imports_neither_torch_nor_numpy(words
     assert _loaded(program) & _HEAVY == set()
 
 
+def test_the_first_steps_are_shown_without_torch() -> None:
+    program = "from tierstore.cli.first_steps import print_first_steps; print_first_steps()"
+    assert _loaded(_QUIETLY.format(words=[], program=program)) & _HEAVY == set()
+
+
 @pytest.mark.slow
 def test_importing_training_takes_a_fraction_of_what_pytorch_takes() -> None:
     """The least of several, in time of the processor: a machine may be busy, or slow."""
