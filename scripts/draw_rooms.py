@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "explanation" / "rooms.svg"
 
 _SOURCES = (ROOT, ROOT / "backends")
-_WIDTH_PX, _MARGIN_PX, _TITLE_PX, _HEAD_PX = 1480, 14, 64, 7
+_WIDTH_PX, _MARGIN_PX, _TITLE_PX, _HEAD_PX = 1600, 14, 64, 7
 _ROOM_APART_PX, _BEND_APART_PX, _PORT_APART_PX, _PORT_INSET_PX = 20, 11, 11, 14
 _BENDS_WEIGH = 6.0  # long arrows are straight before rooms are near each other
 _ROUNDS = 24, 60  # of sorting and of placing: more change nothing that the eye sees

@@ -5,7 +5,7 @@ Knows nothing of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -13,7 +13,7 @@ from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
 from tierstore.spi import CountingBackend
-from tierstore.stats import Counted, StoreStats, TierStats, Traffic, plain_values
+from tierstore.stats import Counted, MovingCopy, StoreStats, TierStats, Traffic, plain_values
 from tierstore.tier_backends import TierBackend
 
 
@@ -43,6 +43,23 @@ def collect(
         for (name, backend), tier in zip(backends.items(), tiers, strict=True)
     }
     return StoreStats(by_name, traffic, stall_seconds)
+
+
+def moving(engine: Engine, names: Sequence[str], most: int) -> tuple[MovingCopy, ...]:
+    """Return copies that are under way, the oldest first.
+
+    Args:
+        engine: of the store.
+        names: the tiers', fastest first.
+        most: how many.
+    """
+    every = (*names, "caller")  # index -1 is the caller
+    return engine.look(
+        lambda ledger: tuple(
+            MovingCopy(copy.want.entry.key, every[copy.source], every[copy.target], copy.nbytes)
+            for copy in ledger.scheduler.traffic.under_way(most)
+        )
+    )
 
 
 def _tier_stats(tier_state: TierState) -> TierStats:

@@ -68,6 +68,16 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
+class MovingCopy:
+    """A copy that is under way now; ``"caller"`` stands for who puts."""
+
+    key: str
+    source: str
+    target: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A store, now and since the start.
 

@@ -18,7 +18,8 @@ from typing import Self, cast
 
 import torch
 
-from tierstore.accounts import collect
+from tierstore import trace_ranges
+from tierstore.accounts import collect, moving
 from tierstore.callers import opening
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
@@ -32,11 +33,12 @@ from tierstore.engine.holds import Hold
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
+from tierstore.metrics import Number, as_metrics
 from tierstore.part_reader import PartReader
 from tierstore.recorded import Recording
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import Backend, Medium, device_storage_listeners
-from tierstore.stats import StoreStats
+from tierstore.stats import MovingCopy, StoreStats
 from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
 from tierstore.tier_backends import TierBackend, open_all
@@ -229,7 +231,9 @@ class Store:
         released = m.LeaseReleased(number, written=False)
         hold = Hold(self._engine, released)
         try:
-            return self._lend(hold.obtain(event, number, keys, self._count_stall), released, hold)
+            with self._range("fetch", keys) if trace_ranges.are_on() else trace_ranges.NO_RANGE:
+                granted = hold.obtain(event, number, keys, self._count_stall)
+            return self._lend(granted, released, hold)
         except BaseException:
             hold.end()
             raise
@@ -293,7 +297,9 @@ class Store:
         index = self._index(tier)
         number = self._engine.number()
         event = m.FetchRequested(number, tuple(map(check_key, keys)), index, urgency)
-        return self._engine.request(event, number, keys, self.tier_names[index])  # type: ignore[return-value]
+        verb = "fetch" if urgency is m.Urgency.DEMAND else "prefetch"
+        with self._range(verb, keys) if trace_ranges.are_on() else trace_ranges.NO_RANGE:
+            return self._engine.request(event, number, keys, self.tier_names[index])  # type: ignore[return-value]
 
     def evict(self, *keys: str, to: str | None = None) -> Transfer[None]:
         """Begin to push ``keys`` down to the tier ``to`` (None: the next one).  Does not block.
@@ -309,7 +315,13 @@ class Store:
         index = None if to is None else self._index(to)
         number = self._engine.number()
         event = m.EvictRequested(number, tuple(map(check_key, keys)), index)
-        return self._engine.request(event, number, keys, to)  # type: ignore[return-value]
+        with self._range("evict", keys) if trace_ranges.are_on() else trace_ranges.NO_RANGE:
+            return self._engine.request(event, number, keys, to)  # type: ignore[return-value]
+
+    def _range(self, verb: str, keys: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Return a range for who profiles."""
+        nbytes = self._engine.look(lambda ledger: _nbytes(ledger, keys))
+        return trace_ranges.named_range(verb, keys, nbytes)
 
     def flush(self, *keys: str, keep: str = "", release: str = "") -> None:
         """Return when every key would survive a power loss.  Blocks.
@@ -450,6 +462,19 @@ class Store:
             stall_seconds = self._stall_seconds
         return collect(self._engine, self._backends, self._tensor_io.got, stall_seconds)
 
+    def metrics(self) -> dict[str, Number]:
+        """Return the numbers of `stats` under stable names.  In any thread.
+
+        Such as ``{'tierstore_tier_hits_total{tier="host"}': 14, ...}``.
+
+        `tierstore.metrics_catalogue.CATALOGUE` has the names, and what they say.
+        """
+        return as_metrics(self.stats())
+
+    def moving(self, most: int = 32) -> tuple[MovingCopy, ...]:
+        """Return copies that are under way now, the oldest first, and at most so many."""
+        return moving(self._engine, self.tier_names, most)
+
     def recorded(self) -> contextlib.AbstractContextManager[Recording]:
         """Record inside a context what happens: copies, waits, leases and what is charged, with their times.
 
@@ -551,6 +576,10 @@ def _tier(config: TierConfig, backend: Backend) -> Tier:
         is_storage=capabilities.medium is Medium.STORAGE,
         setting=config.setting,
     )
+
+
+def _nbytes(ledger: Ledger, keys: Sequence[str]) -> int:
+    return sum(cast("TensorSpec", ledger.spec(key)).nbytes for key in keys if key in ledger)
 
 
 def _leave(listener: Callable[[torch.UntypedStorage], None]) -> None:

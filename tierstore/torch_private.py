@@ -93,6 +93,7 @@ from torch._functorch import pyfunctorch as _pyfunctorch
 
 # Operators are not told from other functions.  No public alternative: ``torch.ops`` has instances only.
 from torch._ops import OpOverload
+from torch.autograd import profiler as _profiler
 from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
 from torch.distributed._composable.contract import STATE_KEY as _STATE_KEY
 from torch.jit import _script
@@ -113,6 +114,7 @@ __all__ = [
     "ExcludeDispatchKeys",
     "NormWithStatistics",
     "OpOverload",
+    "RecordedRange",
     "RecursiveScriptModule",
     "TensorBase",
     "TorchDispatchMode",
@@ -145,6 +147,7 @@ __all__ = [
     "is_function_mode_on",
     "is_functional_tensor",
     "is_legacy_batched_tensor",
+    "is_profiling",
     "is_traceable_wrapper_subclass",
     "is_transformed_tensor",
     "leave_dispatch_modes",
@@ -393,3 +396,18 @@ def compiler_callbacks() -> CompilerCallbacks:
     from torch._dynamo.callback import callback_handler
 
     return callback_handler
+
+
+# ---------------------------------------------------------------------- profilers
+
+# Ranges in traces of profilers are operators, which modes of the program see.  ``record_function`` is no
+# alternative: it calls two.
+RecordedRange: Callable[[str], AbstractContextManager[None]] = _C._profiler._RecordFunctionFast
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of PyTorch's runs, in whatever thread.
+
+    Without it nobody knows, and every fetch would make a range.  No public alternative.
+    """
+    return _profiler._is_profiler_enabled

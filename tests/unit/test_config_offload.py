@@ -24,6 +24,7 @@ _DEFAULTS: dict[str, object] = {
     "offload_optimizer": None,
     "auto_offload": True,
     "foresee": True,
+    "live_view": True,
     "offload_cpu_size": None,
     "offload_disk_size": None,
     "offload_path": "./offload/",
@@ -66,7 +67,8 @@ _ACCEPTED: dict[str, _Pairs] = {
     "max_device_memory": [*_SIZE, (None, None)],
     **dict.fromkeys(["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _TARGET),
     **dict.fromkeys(
-        ["auto_offload", "foresee", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _FLAG
+        ["auto_offload", "foresee", "live_view", "enable_aio", "enable_pinned_mem", "checksum", "durable"],
+        _FLAG,
     ),
     "optimizer_in_backward": _FLAG,
     "offload_cpu_size": [*_SIZE, (None, None)],
@@ -101,7 +103,8 @@ _REFUSED: dict[str, list[object]] = {
         ["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _NOT_A_TARGET
     ),
     **dict.fromkeys(
-        ["auto_offload", "foresee", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _NOT_A_FLAG
+        ["auto_offload", "foresee", "live_view", "enable_aio", "enable_pinned_mem", "checksum", "durable"],
+        _NOT_A_FLAG,
     ),
     "optimizer_in_backward": _NOT_A_FLAG,
     "offload_cpu_size": [*_NOT_A_SIZE, 0, "0GB"],

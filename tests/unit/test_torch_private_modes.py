@@ -453,3 +453,34 @@ def test_frames_of_a_function_and_of_what_it_calls_can_be_left_to_python() -> No
         assert len(graphs) == expected
         private.set_frame_strategy(outer.__code__, private.SKIP_FRAME_AND_CALLS)
         vars(outer)["_torchdynamo_disable"] = True
+
+
+# ---------------------------------------------------------------------- profilers
+
+
+class _Seen(private.TorchDispatchMode):
+    """Sees operators."""
+
+    names: list[str]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_range_is_in_the_trace_and_no_operator_that_modes_see() -> None:
+    seen = _Seen()  # type: ignore[no-untyped-call]
+    seen.names = []
+    with torch.profiler.profile() as profiler, seen, private.RecordedRange("a range"):
+        torch.ones(2).add(1)
+    assert seen.names
+    assert "a range" in [event.name for event in profiler.events()]
+    assert not [name for name in seen.names if "profiler" in name]
+
+
+def test_it_is_known_whether_a_profiler_runs() -> None:
+    assert not private.is_profiling()
+    for profiler in (torch.profiler.profile, torch.autograd.profiler.profile):
+        with profiler():
+            assert private.is_profiling()
+        assert not private.is_profiling()

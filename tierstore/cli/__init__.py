@@ -43,6 +43,7 @@ _VERBS: Final = {
     "convert": _Verb(
         "convert", "write the YAML of a run from a configuration of DeepSpeed's or Accelerate's"
     ),
+    "top": _Verb("top", "what an open run does now: tiers, links, waiting, what moves"),
     "ls": _Verb("ls", "list the keys of a durable store"),
     "du": _Verb("du", "count the bytes of a durable store"),
     "verify": _Verb("verify", "read a durable store and name damaged keys"),

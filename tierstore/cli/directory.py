@@ -11,16 +11,12 @@ import argparse
 import enum
 import fnmatch
 import shutil
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
-
-T = TypeVar("T")
 
 TIER = "disk"
 
@@ -116,22 +112,3 @@ def shown(key: str) -> str:
         each if each.isprintable() and each != "\\" else each.encode("unicode_escape").decode()
         for each in key
     )
-
-
-def progress(items: Iterable[T], sizes: Sequence[int], doing: str) -> Iterator[T]:
-    """Yield ``items`` and show on stderr, if a person may be looking, how many bytes of them are done."""
-    from tqdm import tqdm
-
-    bar = tqdm(
-        total=sum(sizes),
-        desc=doing,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=not sys.stderr.isatty(),
-        leave=False,
-    )
-    with bar:
-        for item, nbytes in zip(items, sizes, strict=True):
-            yield item
-            bar.update(nbytes)

@@ -28,6 +28,7 @@ from tierstore.cli.array_names import array_names, require_tells_case
 from tierstore.cli.groups import KEY, read_group
 from tierstore.errors import BackendError, KeyExists, UsageError
 from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, write_file
+from tierstore.progress import progress
 from tierstore.regular import NotRegularError, open_regular
 from tierstore.store import Store
 from tierstore.units import format_bytes
@@ -104,7 +105,7 @@ def _require_place(target: Path) -> None:
 
 
 def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for key in directory.progress(keys, sizes, "export"):
+    for key in progress(keys, sizes, "export"):
         yield key, store.get(key, device="cpu")
 
 
@@ -243,5 +244,5 @@ def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with TensorFile(source) as file:
         file.require_dtypes()
         sizes = [1] * len(file.names)
-        for name in directory.progress(file.names, sizes, "import"):
+        for name in progress(file.names, sizes, "import"):
             yield name, file.read(name)

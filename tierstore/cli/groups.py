@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tierstore.arrays import from_array_view
-from tierstore.cli import directory
 from tierstore.config import machine
 from tierstore.errors import BackendError, CapacityError, IntegrityError, UsageError
+from tierstore.progress import progress
 from tierstore.quoting import quoted, shortened
 from tierstore.units import format_bytes
 
@@ -47,7 +47,7 @@ def read_group(source: str) -> Iterator[tuple[str, torch.Tensor]]:
     arrays = _arrays(source)
     keys = _keys_of(arrays, source)
     sizes = [array.nbytes for _, array in arrays]
-    for name, array in directory.progress(arrays, sizes, "import"):
+    for name, array in progress(arrays, sizes, "import"):
         yield keys[name], _read_array(name, array, source)
 
 

@@ -7,6 +7,7 @@ import json
 
 from tierstore.cli import directory
 from tierstore.errors import BackendError
+from tierstore.progress import progress
 from tierstore.store import Store
 from tierstore.units import format_bytes
 
@@ -30,7 +31,7 @@ def _run(options: argparse.Namespace) -> int:
         sizes = [store.spec(key).nbytes for key in keys]
         damaged = {
             key: error
-            for key in directory.progress(keys, sizes, "verify")
+            for key in progress(keys, sizes, "verify")
             if (error := _damage(store, key)) is not None
         }
         unchecked_bytes = _unchecked_bytes(store)

@@ -207,6 +207,8 @@ class OffloadConfig:
         foresee: whether a run that cannot fit on the device is refused at the model's first call, before
             anything is computed, and others are planned there: its forward then runs once on a copy without
             bytes.
+        live_view: whether ``tierstore top`` can look at the run: a socket that only this user can open, and a
+            thread that sleeps until somebody does.
         offload_cpu_size: quota of host memory; ``None``: what is available.
         offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.  More than that is logged as a
             warning.
@@ -252,6 +254,7 @@ class OffloadConfig:
     offload_optimizer: str | None = None
     auto_offload: bool = True
     foresee: bool = True
+    live_view: bool = True
     offload_cpu_size: Size | None = None
     offload_disk_size: Size | None = None
     offload_path: Paths = "./offload/"
@@ -430,6 +433,7 @@ _OFFLOAD: dict[str, Check] = {
     "offload_optimizer": checks.optional(checks.target),
     "auto_offload": checks.flag,
     "foresee": checks.flag,
+    "live_view": checks.flag,
     "offload_cpu_size": checks.optional(checks.positive_size),
     "offload_disk_size": checks.optional(checks.size),
     "offload_path": checks.directories,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tierstore.core.entry import Want
 from tierstore.core.messages import Urgency
@@ -17,6 +18,9 @@ Direction = tuple[int, int]
 MOST_IN_FLIGHT = 512
 """Copies in flight in one direction: enough to keep any medium busy, and few enough that ten thousand
 small ones do not make the interpreter's garbage collector walk over all that is under way."""
+
+_MOST_LOOKED_AT = 1024
+"""By who asks what is under way: under the lock, and thousands may wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +65,17 @@ class CopyTraffic:
         if window is None:
             window = self.windows[source, target] = CopyWindow()
         return window
+
+    def under_way(self, most: int) -> list[Copy]:
+        """Return copies that have started and not ended, the oldest first: at most so many, soon found."""
+        found: list[Copy] = []
+        for copy in islice(self.copies.values(), _MOST_LOOKED_AT):
+            waiting = self.window(copy.source, copy.target).waiting.values()
+            if not any(copy.number in group for group in waiting):
+                found.append(copy)
+            if len(found) >= most:
+                break
+        return found
 
     def submit(self, copy: Copy) -> list[Copy]:
         """Take a copy in; return those that may start now."""

@@ -8,12 +8,14 @@ decided elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
 import torch
 
+from tierstore import trace_ranges
 from tierstore.core import messages as m
 from tierstore.engine.batches import SMALL_BYTES
 from tierstore.engine.given import Given
@@ -100,13 +102,22 @@ class DataMover:
         if slot is None:
             return
         try:
-            completion = self._move(
-                command.source.tier, self._slots[command.source], command.target.tier, slot
-            )
+            with self._range([command]) if trace_ranges.are_on() else trace_ranges.NO_RANGE:
+                completion = self._move(
+                    command.source.tier, self._slots[command.source], command.target.tier, slot
+                )
         except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell([m.CopyDone(command.copy, self._explain(error, command))])
             return
         self._follow(command, completion)
+
+    def _range(self, copies: Sequence[m.StartCopy]) -> contextlib.AbstractContextManager[None]:
+        """Return a range for who profiles, of copies of one direction."""
+        source, target = cast("m.ReplicaId", copies[0].source).tier, copies[0].target.tier
+        verb = f"copy {self._names[source]} to {self._names[target]}:"
+        return trace_ranges.named_range(
+            verb, [each.key for each in copies], sum(each.nbytes for each in copies)
+        )
 
     def _follow(self, command: m.StartCopy, completion: Completion) -> None:
         if completion.is_done:
@@ -141,7 +152,8 @@ class DataMover:
         if not begun:
             return
         try:
-            completion = self._move_many(begun)
+            with self._range(begun) if trace_ranges.are_on() else trace_ranges.NO_RANGE:
+                completion = self._move_many(begun)
         except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell(self._outcomes(begun, error))
             return

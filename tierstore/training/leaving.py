@@ -29,6 +29,7 @@ import torch
 
 from tierstore.errors import KeyNotFound, StoreClosed, TierStoreError, UsageError
 from tierstore.nn.table_weight import TableWeight
+from tierstore.progress import progress
 from tierstore.training.autograd.gradient import Gradient
 from tierstore.training.budgets.host_room import Need, Shortage, host_tiers, needs_of_bundle, shortage
 from tierstore.training.bundles.bindings import Binding
@@ -230,7 +231,7 @@ class Leaving:
         parts = list(self._parts())
         gone: list[tuple[_LeavingKey, BaseException]] = []
         stays: list[BaseException] = []
-        for part in parts:
+        for part in progress(parts, [1] * len(parts), "restoring", "bundles"):
             failure = ending.attempt(part.bring)
             if failure is None:
                 self._shrink()

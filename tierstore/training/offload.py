@@ -20,6 +20,7 @@ from torch import nn
 from tierstore.callers import opening
 from tierstore.config import OffloadConfig
 from tierstore.formats.safetensors_files import TensorSource
+from tierstore.live import show
 from tierstore.planning.placement import with_patterns
 from tierstore.signals import interruptible
 from tierstore.training import again, processes
@@ -32,6 +33,7 @@ from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.given import Config, check_is_model, optimizers_of, settings_of
 from tierstore.training.leaving import OnClose, on_close_of
 from tierstore.training.left_behind import let_go
+from tierstore.training.live_view import RunView
 from tierstore.training.offloadable import check_model
 from tierstore.training.opening import Others, find_former, open_session
 from tierstore.training.place import given_patterns, placement_around
@@ -225,6 +227,9 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
                 say_opened(session)
                 resumed = None if former is None else former.resumed
                 run = Offload(model, optimizers, session, resumed, on_close=on_close, ranks=ranks)
+                shown = show(RunView(run, type(model).__name__)) if settings.live_view else None
+                if shown is not None:
+                    session.hold(shown)
                 division.opened()
         except BaseException:
             if session is not None:

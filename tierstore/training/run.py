@@ -18,6 +18,7 @@ from torch import nn
 from tierstore import forks
 from tierstore.callers import opener
 from tierstore.errors import UsageError
+from tierstore.metrics import Number, as_metrics
 from tierstore.planning import Placement, Program
 from tierstore.planning.rules import HOST
 from tierstore.recorded import CopyRecord
@@ -131,7 +132,15 @@ class Offload:
             session.activations.swap_stats,
             session.activations.recompute_stats,
             session.tables.stats(),
+            session.recorder.ended,
         )
+
+    def metrics(self) -> dict[str, Number]:
+        """Return the numbers of `stats` under stable names, as those of `Store.metrics`.  In any thread.
+
+        Such as ``{"tierstore_run_steps_total": 3, 'tierstore_tier_hits_total{tier="host"}': 14, ...}``.
+        """
+        return as_metrics(self.stats())
 
     def program(self) -> Program:
         """Return what one step does: a program for `tierstore.planning.simulating.simulate` and its like.

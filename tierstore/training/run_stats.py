@@ -28,6 +28,7 @@ class RunStats:
             ``None`` if none are to.
         recompute: what was computed again; ``None`` if nothing is to be.
         tables: where the rows of each table were, by its name.
+        steps: how many have ended, as far as one can see: all optimizers have stepped since the model ran.
     """
 
     store: StoreStats | None
@@ -40,6 +41,7 @@ class RunStats:
     activations: ActivationStats | None = None
     recompute: RecomputeStats | None = None
     tables: Mapping[str, RowStats] = field(default_factory=dict)
+    steps: int = 0
 
     @property
     def tiers(self) -> Mapping[str, TierStats]:

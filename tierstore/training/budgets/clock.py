@@ -14,6 +14,7 @@ class Clock:
         self._forward_began: float | None = None
         self._forward_ended: float | None = None
         self._backward_seen: float | None = None
+        self._left_out_s = 0.0
 
     def begin_forward(self) -> None:
         """The model begins to run."""
@@ -34,10 +35,12 @@ class Clock:
 
     def leave_out(self, seconds: float) -> None:
         """So long of the backward pass was something else."""
-        self.backward_s -= seconds
+        self._left_out_s += seconds
 
     def end_backward(self) -> None:
         """Whatever comes now is no backward pass."""
         if self._backward_seen is not None and self._forward_ended is not None:
-            self.backward_s += self._backward_seen - self._forward_ended
+            # Only now, and never less than nothing: whoever watches sees it grow.
+            self.backward_s += max(0.0, self._backward_seen - self._forward_ended - self._left_out_s)
         self._backward_seen = self._forward_ended = None
+        self._left_out_s = 0.0

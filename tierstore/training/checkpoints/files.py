@@ -30,6 +30,7 @@ from tierstore.formats.safetensors_files import (
 )
 from tierstore.nn.table_entry import TableEntry
 from tierstore.nn.table_weight import TableWeight
+from tierstore.progress import progress
 from tierstore.quoting import listed, named, quoted
 from tierstore.signals import in_one_piece
 from tierstore.training.bundles.grouping import first_names
@@ -143,7 +144,8 @@ class Checkpoint:
             for buffer in buffers.values():
                 yield from self._access.read([buffer])
 
-        write_file(path, entries, tensors(), {"format": "pt"})
+        shown = progress(tensors(), [each.nbytes for each in entries], "saving weights")
+        write_file(path, entries, shown, {"format": "pt"})
 
     def _write_state(self, directory: Path) -> None:
         sources: Sources = {}
@@ -154,7 +156,8 @@ class Checkpoint:
             ],
         }
         entries = [HeaderEntry.of(name, tensor) for name, tensor in sources.items()]
-        write_file(directory / STATE, entries, self._read_runs(sources), {})
+        shown = progress(self._read_runs(sources), [each.nbytes for each in entries], "saving state")
+        write_file(directory / STATE, entries, shown, {})
         with (directory / SCALARS).open("w", encoding="utf-8") as file:
             json.dump(document, file)
             file.flush()
@@ -223,7 +226,8 @@ class Checkpoint:
             )
 
     def _load_model(self, weights: TensorFile, found: dict[str, str]) -> None:
-        for part in self._access.parts:
+        sizes = [sum(map(_nbytes, part)) for part in self._access.parts]
+        for part in progress(self._access.parts, sizes, "loading weights"):
             if isinstance(part[0], TableWeight):
                 load_rows(part[0], weights, found[self._names[part[0]]])
                 continue
@@ -253,6 +257,11 @@ class Checkpoint:
             self._access.settle(index, part)
         # The file's parts are in another order.
         order_entries(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of what may have none here."""
+    return tensor.shape.numel() * tensor.dtype.itemsize
 
 
 def _read_document(path: Path) -> dict[str, Any]:

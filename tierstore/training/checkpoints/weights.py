@@ -24,6 +24,7 @@ from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import TensorSource, check_names
 from tierstore.formats.sharded_weights import open_source
 from tierstore.nn.table_weight import TableWeight
+from tierstore.progress import ProgressBar
 from tierstore.training.bundles.placeholders import has_no_values
 from tierstore.training.modules.adopter import give_values
 from tierstore.training.modules.tensor_names import all_names, buffer_names
@@ -50,6 +51,8 @@ class Weights:
         except BaseException:
             self._source.__exit__(None, None, None)
             raise
+        nbytes = sum(map(self._nbytes, set(self._found.values())))
+        self._bar = ProgressBar("loading weights", nbytes)
 
     def _check(self) -> dict[str, str]:
         """Return under which name each of the model's tensors is in the files, for every name of it."""
@@ -70,9 +73,15 @@ class Weights:
             )
         return {name: found[each[0]] for _, each in names for name in each}
 
+    def _nbytes(self, name: str) -> int:
+        dtype = self._source.dtype(name)
+        return 0 if dtype is None else torch.Size(self._source.shape(name)).numel() * dtype.itemsize
+
     def read(self, name: str) -> torch.Tensor:
         """Return the values of one parameter or buffer, by its first name."""
-        return self._source.read(self._found[name])
+        values = self._source.read(self._found[name])
+        self._bar.add(values.nbytes)
+        return values
 
     def load_table(self, weight: TableWeight, name: str) -> None:
         """Give a table its rows, a few megabytes at a time.
@@ -82,6 +91,7 @@ class Weights:
             name: the first that this has.
         """
         load_rows(weight, self._source, self._found[name])
+        self._bar.add(self._nbytes(self._found[name]))
 
     def load_buffers(self, travelling: Container[torch.Tensor] = ()) -> None:
         """Give the persistent buffers their values, but those that travel; a shared one stays one."""
@@ -114,6 +124,7 @@ class Weights:
 
     def __exit__(self, *exception: object) -> None:
         """Close them."""
+        self._bar.close()
         self._source.__exit__(*exception)
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import HeaderEntry, pack
 from tierstore.nn.table_entry import TableEntry
+from tierstore.progress import polled
 from tierstore.store import Store
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.pinning import all_unpinned
@@ -124,13 +125,20 @@ class CheckpointWriter:
             CapacityError, BackendError: as from `Store.flush`; the former checkpoint is unharmed.
         """
         begin = time.perf_counter()
-        with self.agreement.attempt(self.checkpoints) as attempt:
+        shown = polled("making a checkpoint", self._written_bytes)
+        with self.agreement.attempt(self.checkpoints) as attempt, shown:
             bundles = self._commit(extra, attempt)
         self.kept = names_of(bundles) | self._tables.kept()
         self.checkpoints += 1
         with self._bindings.apart():
             self.agreement.forget_former()
         self.seconds += time.perf_counter() - begin
+
+    def _written_bytes(self) -> int:
+        """Return what copies have brought to the tier that checkpoints are in."""
+        last = self._store.tier_names[-1]
+        traffic = self._store.stats().traffic
+        return sum(moved.nbytes for (_, target), moved in traffic.items() if target == last)
 
     def _commit(self, extra: Mapping[str, object], attempt: Attempt) -> Bundles:
         _require_mapping(extra)

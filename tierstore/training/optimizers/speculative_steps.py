@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tierstore import trace_ranges
 from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.planning.deciding import Patience, StepTime, has_room_ahead
@@ -176,8 +177,13 @@ class SpeculativeSteps:
             if self._trainer.steps_aside(turn.bundle):
                 self._hand_over(turn)
             else:
-                self._make_or_leave(turn)
+                with self._range(turn) if trace_ranges.are_on() else trace_ranges.NO_RANGE:
+                    self._make_or_leave(turn)
             self.seconds += time.perf_counter() - begin
+
+    def _range(self, turn: StepUnit) -> contextlib.AbstractContextManager[None]:
+        """Return a range for who profiles."""
+        return trace_ranges.named_range("step ahead", [turn.bundle.key], turn.bundle.nbytes)
 
     def _is_complete(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has the gradient that it had when the last step began, or none as then."""

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from tierstore import trace_ranges
 from tierstore.errors import CapacityError
 from tierstore.optim.failed_step import GradientMark
 from tierstore.optim.table_optimizer import TableOptimizer
@@ -346,6 +347,7 @@ class StepsByBundle:
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
         needed = [binding for binding in needed if binding not in held]
         with (
+            _range(turn) if trace_ranges.are_on() else trace_ranges.NO_RANGE,
             self._recorded(turn),
             self._noting(turn) as has_stepped,
             placed(bindings, needed, self._trainer.step_tier(turn.bundle)),
@@ -395,6 +397,11 @@ class _Stepped:
                 for mark, each in zip(self._others, turn.parameters, strict=True)
             )
         )
+
+
+def _range(turn: StepUnit) -> contextlib.AbstractContextManager[None]:
+    """Return a range for who profiles."""
+    return trace_ranges.named_range("step", [turn.bundle.key], turn.bundle.nbytes)
 
 
 def _stashed(turn: StepUnit, gradients: Gradients) -> list[tuple[Binding, int]]:
