@@ -92,8 +92,8 @@ class TierstoreStrategy(SingleDeviceStrategy):
         if self._settings.durable:
             raise UsageError(
                 "TierstoreStrategy: with durable=True a run would go on from a checkpoint that the Trainer "
-                "knows nothing of. Leave durable out: Lightning's own checkpoints are made and resumed from, by "
-                "ModelCheckpoint and trainer.fit(model, ckpt_path=...)."
+                "knows nothing of. Leave durable out: Lightning's own checkpoints are made and resumed from, "
+                "by ModelCheckpoint and trainer.fit(model, ckpt_path=...)."
             )
         self._config = config
         self._weights = weights
@@ -172,8 +172,8 @@ class TierstoreStrategy(SingleDeviceStrategy):
         if processes.are_several():
             raise UsageError(
                 "TierstoreStrategy trains in one process, and this is one of several (torchrun, or a "
-                "process group that is initialised): each would train a model of its own. Start it with python, without "
-                "torchrun; to train in several processes write the loop yourself, with "
+                "process group that is initialised): each would train a model of its own. Start it with "
+                "python, without torchrun; to train in several processes write the loop yourself, with "
                 "run.average_gradients()."
             )
         super().setup_environment()
@@ -221,9 +221,8 @@ class TierstoreStrategy(SingleDeviceStrategy):
             device = next(model.parameters()).device
             raise UsageError(
                 f"all parameters of {type(model).__name__} are on {str(device)!r}: it was moved there as a "
-                f"whole. Leave out model.to({str(device)!r}) or model.cuda(): the strategy brings what is needed, "
-                f"when "
-                "it is."
+                f"whole. Leave out model.to({str(device)!r}) or model.cuda(): the strategy brings what is "
+                "needed, when it is."
             )
 
     def _move_the_rest(self, device: torch.device) -> None:

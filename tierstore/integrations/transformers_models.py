@@ -223,9 +223,8 @@ def _converted(name: str, model: PreTrainedModel, transforms: Sequence[Transform
         if hasattr(transform, "operations"):
             raise UsageError(
                 f"transformers computes tensors of {type(model).__name__} from those in its files ({name}, "
-                f"for "
-                "example), with several of them in memory at once; they cannot be read one bundle at a time. "
-                "Load the model with transformers' own from_pretrained, and offload it then."
+                "for example), with several of them in memory at once; they cannot be read one bundle at a "
+                "time. Load the model with transformers' own from_pretrained, and offload it then."
             )
         name = renamed
     return name
