@@ -5,7 +5,7 @@ from importlib.metadata import version as _version
 project = "tierstore"
 author = "the tierstore authors"
 copyright = "2026, the tierstore authors"
-release = _version("tierstore")
+release = version = _version("tierstore")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "examples"]
