@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+PICTURE := docs/examples/pictures/train_llama
 PEERS_STAMP := $(PEERS)/.installed
 # Progress is shown by the job itself; extra words for it: make run ARGS="--text my.txt"
 ARGS ?=
@@ -28,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export THP_MEM_ALLOC_ENABLE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-accelerator test-gpu test-long fuzz check bench figures peers docs coverage clean
+.PHONY: help install run picture test test-accelerator test-gpu test-long fuzz check bench figures peers docs coverage clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,7 +47,10 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 run: $(STAMP)  ## the main job: a model that the device cannot hold trains, bit for bit
-	$(BIN)/python docs/examples/train_llama.py $(ARGS)
+	$(BIN)/python docs/examples/train_llama.py --picture build/train_llama.svg $(ARGS)
+
+picture: $(STAMP)  ## the picture at the beginning of the README, of a run that is made for it
+	$(BIN)/python docs/examples/train_llama.py --record $(PICTURE).json --picture $(PICTURE).svg $(ARGS)
 
 test: $(STAMP)  ## the whole suite except what takes minutes, then what runs on the simulated accelerator
 	$(BIN)/python -m pytest $(or $(ARGS),$(IN_PARALLEL))

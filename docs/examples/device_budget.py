@@ -41,6 +41,11 @@ class AllocatorBudget:
         torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     @property
+    def live_bytes(self) -> int:
+        """The bytes that tensors have now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that tensors had at one moment since entering."""
         return torch.cuda.max_memory_allocated(self._device)

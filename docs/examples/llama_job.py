@@ -111,6 +111,8 @@ def command_line() -> OneLineParser:
     add("--offload-path", type=Path, metavar="DIR", help="the disk tier's directory (a temporary one)")
     add("--text", type=Path, metavar="FILE", help="what to learn (the documentation inside Python)")
     add("--seed", type=int, default=0, metavar="N", help="of parameters and batches (%(default)s)")
+    add("--picture", type=Path, metavar="FILE", help="draw what came of it, as SVG")
+    add("--record", type=Path, metavar="FILE", help="write what the picture is drawn of, as JSON")
     parser.add_device()
     return parser
 

@@ -14,16 +14,19 @@ knows nothing of tierstore counts every live tensor and raises beyond the budget
 
     python docs/examples/train_llama.py         # or: make run
     python docs/examples/train_llama.py --text my.txt --layers 12 --max-device-memory 64MB
+    python docs/examples/train_llama.py --picture run.svg
 
 Exit code 0: trained, equal, within the budget; 1: not so; 2: the command line was wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +38,8 @@ import tierstore as ts
 from device_budget import AllocatorBudget, device_budget, make_deterministic, moved_to_device
 from llama import Llama
 from llama_job import Job, command_line, read_job
+from llama_picture import write_picture
+from llama_record import RunRecord, TierRecord, by_step, sampled, tiers_of, write_record
 from llama_report import History, print_job, print_losses, print_peak, print_table, print_times, tier_rows
 from tierstore.training import offload
 
@@ -82,6 +87,23 @@ def parameters_of(model: Llama) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- the three runs
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """What the offloaded run had.
+
+    Attributes:
+        rows: a table of what the store counted itself.
+        tiers: the same for the picture.
+        samples: what was live on the device, as the meter saw it from outside: seconds, bytes.
+        peak_bytes: the most of that.
+    """
+
+    rows: list[list[str]]
+    tiers: list[TierRecord]
+    samples: list[tuple[float, int]]
+    peak_bytes: int
+
+
 def run_without_offload(job: Job) -> str | None:
     """Train as usual under the budget; return the error that ended it, or ``None`` if it all fitted."""
     model = new_model(job)
@@ -98,21 +120,18 @@ def run_without_offload(job: Job) -> str | None:
     return None
 
 
-def run_with_offload(job: Job) -> tuple[History, list[list[str]], int]:
-    """Train under the budget with the state in three tiers; return also what it used.
-
-    That is a table of what the store counted itself, and the device's peak in bytes as the meter saw
-    it from outside.
-    """
+def run_with_offload(job: Job) -> tuple[History, MemoryUse]:
+    """Train under the budget with the state in three tiers; return also what it used."""
     model = new_model(job)
     optimizer = new_optimizer(model)
     with device_budget(job.device, job.budget_bytes) as budget:
         with offload(model, optimizer, job.config) as run:
-            losses, step_s = train(model, optimizer, job, "ON")
-            tiers = tier_rows(run.store)
+            with sampled(budget) as samples:
+                losses, step_s = train(model, optimizer, job, "ON")
+            rows, tiers = tier_rows(run.store), tiers_of(run.store, job.config)
         peak_bytes = budget.peak_bytes
     # The store is closed here, and the parameters are ordinary tensors again.
-    return History(losses, step_s, parameters_of(model)), tiers, peak_bytes
+    return History(losses, step_s, parameters_of(model)), MemoryUse(rows, tiers, samples, peak_bytes)
 
 
 def run_unlimited(job: Job) -> History:
@@ -126,22 +145,43 @@ def run_unlimited(job: Job) -> History:
 # ---------------------------------------------------------------------- all of it
 
 
-def tell(job: Job) -> bool:
-    """Do the three runs and print what came of them; return whether all is as promised."""
+def tell(job: Job) -> RunRecord:
+    """Do the three runs, print what came of them, and return that."""
     print_job(job)
     print("1. memory_offload OFF, under the budget")
     error = run_without_offload(job)
     print(f"  {error or 'It fits: nothing to offload. Try a smaller --max-device-memory.'}\n")
     print("2. memory_offload ON, under the same budget", flush=True)
-    offloaded, tiers, peak_bytes = run_with_offload(job)
+    offloaded, used = run_with_offload(job)
     print("3. no offloading, no budget", flush=True)
     unlimited = run_unlimited(job)
     print()
     is_equal = print_losses(offloaded, unlimited)
-    is_within = print_peak(peak_bytes, job.budget_bytes)
-    print_table(tiers)
+    print_peak(used.peak_bytes, job.budget_bytes)
+    print_table(used.rows)
     print_times(offloaded, unlimited)
-    return is_equal and is_within
+    return RunRecord(
+        model=f"a Llama of {job.shape.parameters / 1e6:.1f} M parameters",
+        parameters=job.shape.parameters,
+        state_bytes=job.state_bytes,
+        budget_bytes=job.budget_bytes,
+        ended_by=error,
+        offloaded=offloaded.losses,
+        unlimited=unlimited.losses,
+        is_equal=is_equal,
+        peak_bytes=used.peak_bytes,
+        tiers=used.tiers,
+        memory=by_step(used.samples, offloaded.step_s),
+    )
+
+
+def show(record: RunRecord, arguments: argparse.Namespace) -> None:
+    """Draw and write what the command line asks for."""
+    if arguments.record is not None:
+        write_record(record, arguments.record)
+    if arguments.picture is not None:
+        write_picture(record, arguments.picture)
+        print(f"  the picture of it: {arguments.picture}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,10 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(wrong))
         make_deterministic(job.device)
         try:
-            return 0 if tell(job) else 1
+            record = tell(job)
         except (ts.TierStoreError, torch.OutOfMemoryError) as failure:
             print(f"{parser.prog}: {type(failure).__name__}: {failure}", file=sys.stderr)
             return 1
+        show(record, arguments)
+    return 0 if record.is_equal and record.peak_bytes <= record.budget_bytes else 1
 
 
 if __name__ == "__main__":
