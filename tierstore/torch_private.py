@@ -17,6 +17,8 @@ For none of the attributes there is a public alternative, unless the list names 
   tensors stay in force. In: abandoned_checkpoints.
 - ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers,
   recomputed_inputs, shared_memory.
+- ``_apply``: states of metrics, which are no buffers, stay on the host beside an accelerator; ``to`` would
+  bring all parameters. In: lightning.
 - ``_backward_hooks``: a user's hook would see a copy of the model that runs once. In: twin.
 - ``_backward_pre_hooks``: the same. In: twin.
 - ``_buffers``: a recomputed forward finds changed buffers; ``named_buffers`` leaves out those that are
@@ -40,12 +42,16 @@ For none of the attributes there is a public alternative, unless the list names 
   group does. In: row_exchange.
 - ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:
   device_caches, gradient, lookup, memory, sgd, sharded_gradients, table_weight, touched_rows.
+- ``_init_weights``: of transformers' models: nobody knows the initial values of one module of them. In:
+  transformers_models.
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
 - ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: operators.
 - ``_join_config``: inside of ``Join``, lookups wait for a process that has no more batches. In:
   sharded_gradients.
+- ``_keys_to_ignore_on_load_unexpected``: of transformers' models: what they leave out of older files is
+  refused. In: transformers_models.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
 - ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks.
@@ -56,6 +62,8 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
+- ``_reset_parameters``: ``nn.MultiheadAttention`` and ``nn.Transformer`` have no initial values. In:
+  initial_values.
 - ``_schema``: nobody knows what an operator writes. In: looks, memory, modes, operator_names,
   operator_observers, operators, recorded_ops, unseen_writes.
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.

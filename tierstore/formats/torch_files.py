@@ -57,7 +57,7 @@ Later = Callable[[torch.Tensor], bool]
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Record(NamedTuple):
+class _StorageRecord(NamedTuple):
     """A storage that the pickle refers to: an entry of the archive.
 
     Attributes:
@@ -128,11 +128,11 @@ class _TensorPickler(pickle.Pickler):
     def __init__(self, file: IO[bytes], later: Later) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._later = later
-        self.records: dict[tuple[object, ...], _Record] = {}
+        self.records: dict[tuple[object, ...], _StorageRecord] = {}
 
     def persistent_id(self, obj: object) -> object:
         """Return what stands for a storage."""
-        if isinstance(obj, _Record):
+        if isinstance(obj, _StorageRecord):
             return ("storage", obj.kind, obj.key, obj.location, obj.elements)
         if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage):
             raise UsageError(f"a bare {type(obj).__name__} is written by torch.save alone")
@@ -155,11 +155,11 @@ class _TensorPickler(pickle.Pickler):
             record, int(obj.storage_offset()), obj.shape, obj.stride(), obj.dtype, obj.requires_grad
         )
 
-    def _record_later(self, tensor: torch.Tensor) -> _Record:
+    def _record_later(self, tensor: torch.Tensor) -> _StorageRecord:
         nbytes = tensor.numel() * tensor.element_size()
         return self._recorded(("later", id(tensor)), tensor, "cpu", nbytes, is_later=True)
 
-    def _record_of(self, tensor: torch.Tensor) -> _Record:
+    def _record_of(self, tensor: torch.Tensor) -> _StorageRecord:
         storage = tensor.untyped_storage()
         key = ("here", tensor.device, storage.data_ptr()) if storage.nbytes() else ("empty", id(tensor))
         return self._recorded(
@@ -168,12 +168,12 @@ class _TensorPickler(pickle.Pickler):
 
     def _recorded(
         self, key: tuple[object, ...], tensor: torch.Tensor, location: str, nbytes: int, *, is_later: bool
-    ) -> _Record:
+    ) -> _StorageRecord:
         if key not in self.records:
             kind = _KINDS.get(tensor.dtype)
             count = nbytes if kind is None else nbytes // tensor.element_size()
             number = str(len(self.records))
-            self.records[key] = _Record(
+            self.records[key] = _StorageRecord(
                 number, kind or torch.UntypedStorage, location, count, nbytes, tensor, is_later
             )
         return self.records[key]
@@ -192,7 +192,7 @@ def _usual_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _rebuilt(
-    record: _Record,
+    record: _StorageRecord,
     offset: int,
     shape: torch.Size,
     strides: tuple[int, ...],
@@ -208,7 +208,9 @@ def _rebuilt(
 # ---------------------------------------------------------------------- the archive
 
 
-def _write_archive(file: IO[bytes], content: memoryview, records: Iterable[_Record], read: Read) -> None:
+def _write_archive(
+    file: IO[bytes], content: memoryview, records: Iterable[_StorageRecord], read: Read
+) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _write_entry(archive, "data.pkl", [content])
         _write_entry(archive, "byteorder", [memoryview(sys.byteorder.encode())])
@@ -234,7 +236,7 @@ def _pieces(content: memoryview) -> Iterator[memoryview]:
         yield content[begin : begin + _PIECE_BYTES]
 
 
-def _bytes_of(record: _Record, read: Read) -> memoryview:
+def _bytes_of(record: _StorageRecord, read: Read) -> memoryview:
     """Return a storage's bytes, in host memory."""
     if not record.nbytes:
         return memoryview(b"")
