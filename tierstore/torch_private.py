@@ -27,8 +27,9 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows stay
   open. In: crossings, first_call, hooks, neighbours.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
-  guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
-  poisons, reclaimed_tensors, rows_memory, shared_memory, state, state_dict_entries, state_dicts.
+  guarded_classes, guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts,
+  offloaded_storage, poisons, reclaimed_tensors, rows_memory, shared_memory, state, state_dict_entries,
+  state_dicts.
 - ``_compiled_call_impl``: a copy of a compiled module runs, where nothing should be foreseen. In: twin.
 - ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
 - ``_ddp_params_and_buffers_to_ignore``: a wrapper sends all rows of tables. In: replicas.
@@ -38,8 +39,10 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In: neighbours,
   shared_memory, twin, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
+- ``_fsdp_param_groups``: nobody knows which parameters FSDP gathers together. In: found.
 - ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
   group does. In: row_exchange.
+- ``_get_fsdp_state``: as ``_fsdp_param_groups``. In: found.
 - ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:
   device_caches, gradient, lookup, memory, sgd, sharded_gradients, table_weight, touched_rows.
 - ``_init_weights``: of transformers' models: nobody knows the initial values of one module of them. In:
@@ -52,6 +55,8 @@ For none of the attributes there is a public alternative, unless the list names 
   sharded_gradients.
 - ``_keys_to_ignore_on_load_unexpected``: of transformers' models: what they leave out of older files is
   refused. In: transformers_models.
+- ``_local_tensor``: bytes of a sharded tensor do not come and go; ``to_local`` makes another tensor. In:
+  tensor_slots.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
 - ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks.
@@ -127,6 +132,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "are_saved_tensor_hooks_allowed",
+    "are_subclasses_seen",
     "begin_checkpoint",
     "call_after_backward",
     "compiler_callbacks",
@@ -145,6 +151,7 @@ __all__ = [
     "fallthrough_keys",
     "foreach_types_of_optimizers",
     "foreach_types_of_utilities",
+    "fsdp_param",
     "function_modes",
     "global_forward_hooks",
     "global_forward_pre_hooks",
@@ -240,6 +247,10 @@ make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
 make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 # Uses of what stands in for a saved tensor come back as its class.  No public alternative.
 disabled_torch_function: Any = _C._disabled_torch_function_impl
+
+# A sharded tensor that is treated as what it is, as by its own dispatch, asks its guard without end.  No
+# public alternative.
+are_subclasses_seen: Callable[[], bool] = _C._is_torch_function_enabled
 
 # ---------------------------------------------------------------------- autograd
 
@@ -394,6 +405,17 @@ set_frame_strategy: Callable[[CodeType, object], None] = _eval_frame.set_code_ex
 SKIP_FRAME_AND_CALLS: object = _eval_frame._FrameExecStrategy(
     _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP
 )
+
+
+def fsdp_param() -> type:
+    """Return the class by which FSDP knows a parameter.  Importing that takes a second.
+
+    Without it nobody can tell when FSDP reads a shard that it is about to gather.  No public alternative:
+    ``set_custom_all_gather`` is asked when the shard has been read.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return FSDPParam
 
 
 def compiler_callbacks() -> CompilerCallbacks:

@@ -157,7 +157,8 @@ def test_every_name_says_what_breaks_without_it() -> None:
         for above, line in itertools.pairwise(lines)
         if (found := re.match(r"(from [\w.]+ import )?(\w+)(: .*| = .*|)$", line)) and above.startswith("#")
     }
-    unsaid = set(private.__all__) - set(before) - {"CompilerCallbacks", "compiler_callbacks", "is_profiling"}
+    untold = {"CompilerCallbacks", "compiler_callbacks", "fsdp_param", "is_profiling"}
+    unsaid = set(private.__all__) - set(before) - untold
     assert unsaid == set()
 
 
@@ -305,6 +306,12 @@ def test_a_class_may_leave_functions_to_pytorch() -> None:
     assert type(torch.ones(1).as_subclass(kind) + 1) is torch.Tensor
 
 
+def test_it_is_known_whether_classes_see_functions() -> None:
+    assert private.are_subclasses_seen()
+    with torch.DisableTorchFunctionSubclass():
+        assert not private.are_subclasses_seen()
+
+
 def test_a_view_knows_what_it_is_a_view_of() -> None:
     tensor = torch.ones(4)
     view = tensor[:2]
@@ -431,5 +438,39 @@ def test_a_group_says_how_long_it_waits() -> None:
         assert not wrapper._join_config.enable
         with wrapper.join():
             assert wrapper._join_config.enable
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without it")
+def test_fsdp_reads_a_shard_by_one_attribute_of_the_class_that_its_object_has() -> None:
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=vars(distributed)["HashStore"](), rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        module: Any = fully_shard(torch.nn.Linear(2, 3), mesh=mesh)
+        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        assert [each.sharded_param for each in group.fsdp_params] == list(module.parameters())
+        read: list[object] = []
+
+        class Reading(private.fsdp_param()):  # type: ignore[misc]
+            @property
+            def _sharded_param_data(self) -> Any:  # noqa: ANN401 - a tensor
+                read.append(self.sharded_param)
+                return self.sharded_param._local_tensor.reshape(-1)
+
+            def reset_sharded_param(self) -> None:
+                assert getattr(self._module_info.module, self._module_info.param_name) is self.sharded_param
+
+        for each in group.fsdp_params:
+            each.__class__ = Reading
+            del each.__dict__["_sharded_param_data"]
+            assert each.padded_sharded_param_size == each.sharded_param.to_local().shape
+        sharded = list(module.parameters())
+        module(torch.ones(1, 2)).sum().backward()
+        assert read[:2] == sharded
+        assert {id(each) for each in module.parameters()} == {id(each) for each in sharded}
     finally:
         distributed.destroy_process_group()

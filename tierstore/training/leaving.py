@@ -37,6 +37,7 @@ from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.layout import TensorLayout
 from tierstore.training.bundles.leasing import LeasingState
 from tierstore.training.bundles.pinning import pin
+from tierstore.training.sharding.refusals import refuse_for_shards
 from tierstore.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -133,8 +134,13 @@ class Leaving:
 
         Returns:
             Why the run stays open; ``None``: it does not.
+
+        Raises:
+            UsageError: it is to be released, and ``fully_shard`` has sharded the model.
         """
         if not self._has_left:
+            if choice is OnClose.RELEASE:
+                refuse_for_shards(self._session.model, "releasing it", "FSDP gathers shards that are there")
             self._session.come_to_rest(ending)
             found = None if choice is not OnClose.AUTO else self.shortage()
             is_kept = choice is OnClose.RELEASE or found is not None

@@ -8,6 +8,7 @@ makes everything ordinary again, or leaves it where it lies.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tierstore.callers import opening
 from tierstore.config import OffloadConfig
 from tierstore.formats.safetensors_files import TensorSource
 from tierstore.live import show
-from tierstore.planning.placement import with_patterns
+from tierstore.planning.placement import patterns_in, with_patterns
 from tierstore.signals import interruptible
 from tierstore.training import again, processes
 from tierstore.training.activations import Sections, apply
@@ -41,6 +42,8 @@ from tierstore.training.placing import marks_of
 from tierstore.training.run import Offload
 from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
+from tierstore.training.sharding.found import come_to_rest
+from tierstore.training.sharding.shards import AnyShards, taken_over
 from tierstore.training.tables.division import AllHere, TableDivision
 from tierstore.training.telling import say_opened
 
@@ -123,6 +126,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         settings = replace(settings, placement=with_patterns(settings.placement, placement))
     in_the_end = on_close_of(on_close)
     check_is_model(model)
+    come_to_rest(model)
     optimizers = optimizers_of(optimizer, model)
     selection = select(
         model,
@@ -143,7 +147,17 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                 "swap_config and recompute_config": sections,
                 "layers": layers,
             }
-            with _joined(settings, given, alone=alone) as ranks:
+            unshared = {
+                "weights": weights is not None,
+                "swap_config": sections.swap is not None,
+                "recompute_config": sections.recompute is not None,
+                "a placement of modules": bool(patterns_in(settings.placement)),
+                "on_close='release'": in_the_end is OnClose.RELEASE,
+            }
+            with (
+                taken_over(model, optimizers, settings, selection.ignored, unshared) as shards,
+                _joined(settings, given, alone=alone) as ranks,
+            ):
                 return _open(
                     model,
                     optimizers,
@@ -152,8 +166,9 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                     selection,
                     resume=resume,
                     activations=(sections, layers),
-                    on_close=in_the_end,
+                    on_close=OnClose.RESTORE if shards.group_of else in_the_end,
                     ranks=ranks,
+                    shards=shards,
                 )
         if source is not None:
             source.load_buffers()
@@ -195,14 +210,13 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
     activations: tuple[Sections, Names],
     on_close: OnClose,
     ranks: Ranks | None,
+    shards: AnyShards,
 ) -> Offload:
     """Open a store for the model and move it there."""
-    check_model(
-        model,
-        optimizers,
-        has_weights=source is not None or settings.durable,
-        ignored=selection.ignored,
+    check = functools.partial(
+        check_model, model, optimizers, ignored=selection.ignored, sharded=shards.group_of
     )
+    check(has_weights=source is not None or settings.durable)
     tiers = named_by_settings(settings.store_config())
     store = RunStore(tiers if ranks is None else ranks.named(tiers))
     try:
@@ -210,8 +224,7 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
         if ranks is not None and store.is_durable:
             agreement = ranks.agreement(store, is_resumed=resume)
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
-        has_weights = source is not None or former is not None
-        check_model(model, optimizers, has_weights=has_weights, ignored=selection.ignored)
+        check(has_weights=source is not None or former is not None)
         session: Session | None = None
         division: TableDivision = AllHere()
         if ranks is not None and selection.tables:
@@ -219,10 +232,11 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
         try:
             with let_go(model, optimizers, is_resumed=former is not None):
                 marks = marks_of(model, *activations)
-                others = Others(agreement, division)
+                others = Others(agreement, division, shards)
                 session = open_session(
                     model, optimizers, settings, store, former or source, selection, marks, others
                 )
+                session.hold(shards)
                 session.apply_to_activations(*activations)
                 say_opened(session)
                 resumed = None if former is None else former.resumed

@@ -12,6 +12,7 @@ from tierstore.nn.table_weight import TableWeight
 from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
 from tierstore.training.autograd.shared_memory import require_sole_reference
 from tierstore.training.bundles.placeholders import placeholder_of
+from tierstore.training.bundles.tensor_slots import is_sharded_kind
 from tierstore.training.faults import guard
 from tierstore.training.modules import replicas
 
@@ -22,8 +23,16 @@ def check_model(
     *,
     has_weights: bool,
     ignored: Container[torch.Tensor] = (),
+    sharded: Container[torch.Tensor] = (),
 ) -> None:
     """Raise if something cannot be offloaded.  What is ignored has to have values, and no more.
+
+    Args:
+        model: that is to be.
+        optimizers: that train it.
+        has_weights: whether values come from elsewhere.
+        ignored: parameters that stay ordinary.
+        sharded: those whose parts are known to be taken over (`tierstore.training.sharding`).
 
     Raises:
         UsageError: it names what, and says why.
@@ -34,7 +43,7 @@ def check_model(
         if parameter in ignored:
             reason = None if has_weights else _why_no_values(parameter)
         else:
-            reason = _why_not(parameter, has_weights=has_weights)
+            reason = _why_not(parameter, has_weights=has_weights, is_taken_over=parameter in sharded)
         if reason is not None:
             raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
     _check_scripts(model, ignored)
@@ -60,8 +69,8 @@ def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
 
 
 _IN_PARTS = (
-    "it is a DTensor, whose parts are on several processes (fully_shard, parallelize_module). Offload the "
-    "model without that; to train in several processes wrap it in DistributedDataParallel"
+    "it is a DTensor, whose parts are on several processes, and fully_shard did not make it "
+    "(parallelize_module). Offload the model without that"
 )
 
 
@@ -87,13 +96,13 @@ def _check_scripts(model: nn.Module, ignored: Container[torch.Tensor]) -> None:
             )
 
 
-def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
+def _why_not(parameter: nn.Parameter, *, has_weights: bool, is_taken_over: bool) -> str | None:
     is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-    is_wrapper: bool = is_traceable_wrapper_subclass(parameter)
+    is_wrapper = not is_taken_over and bool(is_traceable_wrapper_subclass(parameter))
     reasons = {
         "it is offloaded already; close that run first": guard.guarded_tensor_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
-        _IN_PARTS: type(parameter).__name__ == "DTensor",  # by name: importing it takes a second
+        _IN_PARTS: is_wrapper and is_sharded_kind(type(parameter)),
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
         f"it is quantised ({parameter.dtype})": parameter.is_quantized,

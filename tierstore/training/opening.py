@@ -53,6 +53,7 @@ from tierstore.training.placing import placement_of, use_tiers
 from tierstore.training.policies import policies_for
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
+from tierstore.training.sharding.shards import AnyShards
 from tierstore.training.tables.cache_wishes import (
     CacheWishes,
     cache_wishes,
@@ -105,10 +106,12 @@ class Others(NamedTuple):
     Attributes:
         agreement: with them, about checkpoints.
         division: of the rows of tables among them.
+        shards: of parameters of which each of them has a part.
     """
 
     agreement: Agreement
     division: TableDivision
+    shards: AnyShards
 
 
 def open_session(
@@ -135,8 +138,8 @@ def open_session(
     """
     former = source if isinstance(source, ResumedCheckpoint) else None
     use_tiers(store, tiers_in(config.placement))
-    plan = _plan(model, optimizers, config, store, former, selection, marks, others.division)
-    machine = _machine_of(store, config)
+    plan = _plan(model, optimizers, config, store, former, selection, marks, others)
+    machine = None if others.shards.group_of else _machine_of(store, config)  # a copy would gather
     first_call = None if machine is None else _foreseen(model, optimizers, config, machine, plan)
     inventory = Inventory()
     policies = policies_for(
@@ -159,6 +162,7 @@ def open_session(
         _make_way_for_wrappers(session, plan.sets, plan.fastest_bytes)
         plan.tables.take_in(session.bindings.leasing, {} if former is None else former.tables())
         _take_in(session, plan.groups, source)
+        others.shards.watch(session)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
             session.make_durable(former, others.agreement)
@@ -254,13 +258,13 @@ def _plan(
     former: ResumedCheckpoint | None,
     selection: SelectedTensors,
     marks: tuple[PlacedMark, ...],
-    division: TableDivision,
+    others: Others,
 ) -> _SessionPlan:
     """Decide what goes where, and see that there is room for it; otherwise as `open_session`."""
     fastest = store.tier_names[0]
     check_steps_in_backward(optimizers, config, fastest)
     placed = _place_modules(model, config, store)
-    groups = _groups(model, optimizers, config, store, selection, placed)
+    groups = _groups(model, optimizers, config, store, selection, placed, others.shards)
     sets = working_sets(groups, optimizers, former)
     facts, placement = placement_of(config, store, optimizers, groups, sets, marks)
     if config.placement is not None:
@@ -268,8 +272,8 @@ def _plan(
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
-    wishes = _cache_wishes(model, optimizers, config, store, placed, division)
-    tables = RunTables(store, selection.tables, wishes, division)
+    wishes = _cache_wishes(model, optimizers, config, store, placed, others.division)
+    tables = RunTables(store, selection.tables, wishes, others.division)
     looks = {} if former is None else former.table_looks()
     on_device = without_host_modules(groups, sets)
     placement = replace(placement, tables=tables.divide(optimizers, sets, placement.tables, on_device, looks))
@@ -279,6 +283,7 @@ def _plan(
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes - tables.bytes_in(fastest)
     check_lbfgs(optimizers, on_device, fastest, fastest_bytes)
     forward = forward_sets(model, [group for group in groups if not group.is_on_host])
+    forward += others.shards.gathered_together(groups)
     require_room(groups, on_device, optimizers, fastest, fastest_bytes, forward)
     is_followed = rules.follows_plan(placement, facts)
     return _SessionPlan(placed, groups, on_device, fastest_bytes, tables, placement, is_followed)
@@ -361,6 +366,7 @@ def _groups(
     store: Store,
     selection: SelectedTensors,
     placed: PlacedModules,
+    shards: AnyShards,
 ) -> list[Group]:
     """Return what travels together: of parameters first, then of buffers."""
     on_host = placed.tensors_on_host(model)
@@ -377,6 +383,7 @@ def _groups(
         pinned=pinned,
         on_host=on_host,
         targets=targets if store.tier_names[0] != HOST else {},
+        gathered=shards.group_of,
     )
     smallest_bytes = None if config.buffer_min_size is None else parse_bytes(config.buffer_min_size)
     left = {*selection.ignored_buffers, *replicas.buffers_sent(model)}

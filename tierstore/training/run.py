@@ -221,7 +221,8 @@ class Offload:
 
         Raises:
             UsageError: ``optimizer_in_backward`` is set, gradients are averaged already, the run is alone
-                among several processes or has no store, or they train different parameters.
+                among several processes or has no store, they train different parameters, or ``fully_shard``
+                has sharded the model.
         """
         self._require_here()
         if not processes.are_several():
@@ -411,7 +412,8 @@ class Offload:
                 does what ``on_close`` of `offload` says.
 
         Raises:
-            UsageError: ``restore`` is something else.
+            UsageError: ``restore`` is something else; or ``fully_shard`` has sharded the model, and it is to
+                be released.
             MemoryError, RuntimeError, OSError, BackendError: restoring has failed, and the run stays open; a
                 note at the error says what is still in the store.
             TierStoreError: something is gone, as its key is not in the store any more.  It names all of that,

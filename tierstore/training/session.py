@@ -130,7 +130,7 @@ class Session:
         if self.stepping is Stepping.IN_BACKWARD:
             self._in_backward = StepsInBackward(self)
         keeper = self._in_backward or self.gradients
-        self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
+        self.accumulation = Accumulation(keeper, self.begin_accumulation, self.landed, self._end_pass)
         self.leaving = Leaving(self)
         self.saved = SavedTensors(self.bindings, self._settle_for_backward)
         self.windows = hooks.ModuleWindows(self.bindings, self.saved, self._discard_activations)
@@ -448,9 +448,7 @@ class Session:
 
     def note_step_in_backward(self, steps: StepsByBundle, seconds: float) -> None:
         """See `in_backward.BackwardTrainer.note_step_in_backward`."""
-        self.clock.note_backward()
-        self._settle_budget()
-        self._look()
+        self._note_backward()
         self.clock.leave_out(seconds)
         self._stepped_in_backward[steps] = None
 
@@ -466,18 +464,20 @@ class Session:
             if is_whole and isinstance(steps, StepsByBundle):
                 steps.end_pass()
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
+        """A backward pass is about to add to a gradient."""
         self._require("a backward pass accumulates a gradient")
-        self.clock.note_backward()
         self.bindings.sweep()
+        self._note_backward()
+
+    def _note_backward(self) -> None:
+        self.clock.note_backward()
         self._settle_budget()
         self._look()
 
-    def _landed(self, parameter: torch.Tensor) -> None:
+    def landed(self, parameter: torch.Tensor) -> None:
         """A gradient waits for the optimizer: its bundle's step may be made."""
-        self.clock.note_backward()
-        self._settle_budget()
-        self._look()
+        self._note_backward()
         if self.recorder.is_on:
             self.recorder.mark(Sign.LANDED, self.gradients.table.usual_key_of(parameter), parameter.nbytes)
         self.recorder.tell(Sign.AHEAD)

@@ -228,6 +228,27 @@ class Gradients:
             with gradient.lock:
                 self._stash(gradient)
 
+    def take_reduced(self, parameter: torch.Tensor) -> None:
+        """A gradient of a part has all that other processes add: bring it to its key, if it is to wait.
+
+        Those that were reduced in one message share memory, which nobody else has: it goes with the last one.
+
+        Raises:
+            CapacityError: there is no room for it; it stays as it is.
+        """
+        gradient = self.table.find(parameter)
+        if gradient is None or gradient.stay is GradientStay.ALWAYS:
+            return
+        with gradient.lock:
+            native = native_gradient(parameter)
+            if native is not None and _has_plain_bytes(native) and self._is_to_go(gradient):
+                gradient.stay = GradientStay.IN_STORE
+                self._forget(gradient)
+                self._put(gradient, native)
+            if gradient.binding is not None:
+                gradient.accumulations += 1
+                gradient.know_uses()
+
     def _stash(self, gradient: Gradient) -> None:
         native = native_gradient(gradient.parameter)
         if gradient.state is not GradientState.ORDINARY or gradient.flights or native is None:

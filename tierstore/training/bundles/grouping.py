@@ -11,6 +11,8 @@ of grouping:
 3. A parameter that several modules share lies in one bundle, which each of them needs.
 4. Parameters whose memory overlaps lie in one bundle, whatever modules and optimizers they belong to.
 5. Buffers travel apart from parameters (`tierstore.training.modules.buffers`).
+6. What is gathered of several processes together travels together, and its modules do not need it: what they
+   compute with is whole, and whoever gathers asks for the parts (`tierstore.training.sharding`).
 
 Knows nothing of stores and tiers.
 """
@@ -18,7 +20,7 @@ Knows nothing of stores and tiers.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -48,6 +50,7 @@ class BundleKind(NamedTuple):
     is_pinned: bool
     is_on_host: bool
     target: str | None
+    gathered: int | None
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class Group:
         repeated_bytes: that several of them share, for each beside the first.
         is_on_host: whether these modules compute on the host, beside a device.
         target: where their optimizer computes, if their group of parameters says so.
+        gathered: with what else they are gathered, by a number; ``None``: they are whole.
     """
 
     names: list[str] = field(default_factory=list)
@@ -75,6 +79,7 @@ class Group:
     repeated_bytes: int = 0
     is_on_host: bool = False
     target: str | None = None
+    gathered: int | None = None
 
     @property
     def key(self) -> str:
@@ -91,7 +96,12 @@ class Group:
         self.names += other.names
         self.tensors += other.tensors
         self.repeated_bytes += other.repeated_bytes
-        self.modules += [module for module in other.modules if module not in self.modules]
+        self.add_modules(other.modules)
+
+    def add_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Take in whose forward needs them."""
+        if self.gathered is None:
+            self.modules += [module for module in modules if module not in self.modules]
 
 
 def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -108,6 +118,7 @@ def group_parameters(
     pinned: Container[torch.Tensor] = (),
     on_host: Container[torch.Tensor] = (),
     targets: Mapping[torch.Tensor, str] = MappingProxyType({}),
+    gathered: Mapping[torch.Tensor, int] = MappingProxyType({}),
 ) -> list[Group]:
     """Group the parameters of ``model``, in the order of its modules.
 
@@ -119,6 +130,7 @@ def group_parameters(
         pinned: parameters that stay in the fastest tier.
         on_host: parameters that are used on the host, beside a device.
         targets: where parameters are stepped, of those whose group says so.
+        gathered: of parameters of which each process has a part, the number of those gathered together.
     """
     names = first_names(model)
     owners = _optimizer_of_each(optimizers)
@@ -132,6 +144,7 @@ def group_parameters(
             parameter in pinned,
             parameter in on_host,
             targets.get(parameter),
+            gathered.get(parameter),
         )
 
     groups: list[Group] = []
@@ -150,7 +163,7 @@ def group_parameters(
                 if group.nbytes < small_bytes:
                     small[kind] = group
             home.update(dict.fromkeys(part.tensors, group))
-            group.modules += [module] if module not in group.modules else []
+            group.add_modules([module])
     _note_sharers(model, home)
     return groups
 
@@ -182,7 +195,11 @@ def _split(
 
 def _group_of(kind: BundleKind) -> Group:
     return Group(
-        optimizer=kind.optimizer, is_pinned=kind.is_pinned, is_on_host=kind.is_on_host, target=kind.target
+        optimizer=kind.optimizer,
+        is_pinned=kind.is_pinned,
+        is_on_host=kind.is_on_host,
+        target=kind.target,
+        gathered=kind.gathered,
     )
 
 
@@ -195,6 +212,7 @@ def _joint(kinds: Sequence[BundleKind]) -> BundleKind:
         any(kind.is_pinned for kind in kinds),
         any(kind.is_on_host for kind in kinds),
         next((kind.target for kind in kinds if kind.target is not None), None),
+        kinds[0].gathered,
     )
 
 
@@ -211,8 +229,8 @@ def _note_sharers(model: nn.Module, home: Mapping[torch.Tensor, Group]) -> None:
     for module in model.modules():
         for parameter in direct_parameters(module):
             group = home.get(parameter)
-            if group is not None and module not in group.modules:
-                group.modules.append(module)
+            if group is not None:
+                group.add_modules([module])
 
 
 def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -18,12 +18,14 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.torch_private import (
     RecursiveScriptModule,
+    are_subclasses_seen,
     foreach_types_of_optimizers,
     foreach_types_of_utilities,
     tree_map_only,
 )
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.bundles.layout import place_of, raw_bytes
+from tierstore.training.bundles.tensor_slots import LOCAL, is_sharded_kind, memory_of
 from tierstore.training.bundles.tensor_uses import Function, get_data
 from tierstore.training.faults.guard import (
     fault,
@@ -199,6 +201,8 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
     alone = _independent(self)
+    if memory_of(alone) is not alone:
+        return alone.__reduce_ex__(protocol)
     guarded_tensor = guarded_tensor_of(self)
     assert guarded_tensor is not None
     with guarded_tensor.fault_handler.bindings.window([guarded_tensor.binding]), ordinary_mode():
@@ -210,6 +214,38 @@ def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
         elif not place.is_of(alone):  # it has gaps, say: a copy has none, and what is pickled has
             _set_data(alone, place.view(raw_bytes(self.detach()).clone()))
     return alone.__reduce_ex__(protocol)
+
+
+def _alias_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return memory_of(tensor).detach()
+
+
+def _local(self: torch.Tensor) -> torch.Tensor:
+    """Return an alias of this process's part, which stays while it lives: ``to_local`` reads it."""
+    guarded_tensor = guarded_tensor_of(self) if are_subclasses_seen() else None
+    if guarded_tensor is None:
+        return memory_of(self)
+    return cast("torch.Tensor", with_windows(needed_by([guarded_tensor]), _alias_of_memory, (self,), {}))
+
+
+def _keep_local(self: torch.Tensor, value: torch.Tensor) -> None:
+    """Do what ``p._local_tensor += value`` means in the end: the alias that was written to is put back.
+
+    Raises:
+        UsageError: it is another tensor.
+    """
+    guarded_tensor = guarded_tensor_of(self)
+    binding = None if guarded_tensor is None else guarded_tensor.binding
+    shown = None if binding is None else binding.storages
+    with natively():
+        if binding is not None and shown is not None and value.untyped_storage()._cdata in shown.keys:  # noqa: SLF001
+            binding.is_dirty = True
+            return
+    name = "a sharded tensor" if guarded_tensor is None else repr(guarded_tensor.place.name)
+    raise UsageError(
+        f"cannot give {name} another local tensor while it is offloaded: its bytes come and go. Write to it "
+        "(p.to_local().copy_(values)), or do so before offload(...)."
+    )
 
 
 @functools.cache
@@ -227,8 +263,10 @@ def guard_of(kind: type) -> type:
         "_use_count": _refuse_to_be_swapped,
         "_is_param": property(_is_param, _become_param),
     }
-    if issubclass(kind, torch.nn.Parameter):
+    if issubclass(kind, torch.nn.Parameter) or is_sharded_kind(kind):
         members["grad"] = property(_grad, _store_grad, _drop_grad)
+    if is_sharded_kind(kind):
+        members[LOCAL] = property(_local, _keep_local)
     guard = type(kind)(f"Guarded{kind.__name__}", (kind,), members)
     plain_classes[guard] = kind
     return guard

@@ -2,6 +2,7 @@
 
 1. A state dict holds copies in host memory, made bundle by bundle, that stay one with the parameters, or with
    the optimizer's state (`tierstore.training.faults.state_dict_entries`).  Tied parameters give one tensor.
+   Of sharded ones it shows the originals (`tierstore.training.faults.sharded_entries`).
 2. Loading a model's copies into one parameter after another.  Loading an optimizer's takes its tensors
    bundle by bundle, cast as PyTorch casts them.  As in PyTorch, a tensor that needs no cast is the state from
    then on; one that shares memory with others is copied.
@@ -24,8 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.torch_private import RecursiveScriptModule, process_loaded_state
 from tierstore.training.budgets.memory_meters import tensors_in
 from tierstore.training.bundles.bindings import Bindings, natively
+from tierstore.training.bundles.tensor_slots import memory_of
 from tierstore.training.faults import guard
 from tierstore.training.faults.late_entries import late_entry
+from tierstore.training.faults.sharded_entries import original_of, sharded_entry_of
 from tierstore.training.faults.state_dict_entries import entry_for, whole_of
 from tierstore.training.modules.adopter import Adopter
 from tierstore.training.modules.hooks import Hook
@@ -98,6 +101,8 @@ class StateDicts:
         if guarded_tensor.is_abroad:
             with natively():
                 return tensor.detach()
+        if memory_of(tensor) is not tensor:
+            return sharded_entry_of(tensor)
         with ordinary_mode():  # what is made in inference mode does not tell when it is written
             return entry_for(guarded_tensor, self._copy(tensor))
 
@@ -262,7 +267,7 @@ class _Cast:
         """Return one entry of a parameter's state."""
         if not isinstance(value, torch.Tensor):
             return value
-        whole = whole_of(value)
+        whole = whole_of(value) or original_of(value)
         value = value if whole is None else whole
         guarded_tensor = guard.guarded_tensor_of(parameter)
         if value.dim() == 0 or guarded_tensor is None or id(value) in self._shared:

@@ -26,6 +26,7 @@ from tierstore.training.ranks.meeting import Meeting
 from tierstore.training.ranks.sharded_tables import ShardedTables
 from tierstore.training.ranks.shares import directory_of, roots_of, share_of
 from tierstore.training.ranks.where import RankPlace, here
+from tierstore.training.sharding.refusals import refuse_for_shards
 from tierstore.training.tables.found_tables import Tables, refuse_dense_gradients
 from tierstore.units import format_bytes, parse_bytes
 
@@ -161,13 +162,15 @@ class Ranks:
             stash: told of a parameter that has got the gradient of others alone.
 
         Raises:
-            UsageError: see `GradientAverages`; or there is no process group, or they are averaged already.
+            UsageError: see `GradientAverages`; or there is no process group, they are averaged already, or
+                ``fully_shard`` has sharded the model.
         """
         if self.meeting is None:
             raise UsageError(
                 "gradients are averaged over the process group, which was not initialised when offload(...) "
                 "was called. Call torch.distributed.init_process_group before."
             )
+        refuse_for_shards(model, "run.average_gradients()", "FSDP reduces gradients by itself")
         if self._averages is not None or replicas.wrappers_in(model, device):
             raise UsageError(
                 "gradients are averaged already: by DistributedDataParallel, or an earlier call."

@@ -1,0 +1,89 @@
+"""Models that ``fully_shard`` has sharded: bit for bit as FSDP2 trains them, with each shard in tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from tests.training.test_ranks import led
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+
+Found = Mapping[str, list[Any]]
+_SCENARIOS = ("shards:2", "shards:4", "shards_seen:2", "shards_refused:4", "shards_ended:2")
+
+
+@pytest.fixture(scope="module", name="found")
+def _found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    found = led(tmp_path_factory.mktemp("shards"), *_SCENARIOS)
+    failed = [each for lives in found.values() for each in lives if isinstance(each, str)]
+    assert not failed, failed[0]
+    return found
+
+
+def _each(found: Found) -> list[tuple[str, Mapping[str, Any]]]:
+    both = (found["shards:2"], found["shards:4"])
+    return [(name, each) for lives in both for life in lives for name, each in life.items()]
+
+
+def test_losses_norms_shards_and_state_are_those_of_fsdp_and_so_is_training_afterwards(found: Found) -> None:
+    assert len(_each(found)) > 50
+    assert not {name: each["differs"] for name, each in _each(found) if each["differs"]}
+
+
+def test_no_shard_is_in_memory_of_its_own_while_the_run_lasts(found: Found) -> None:
+    assert not {name: each["here"] for name, each in _each(found) if each["here"]}
+
+
+def test_shards_live_in_the_tiers_below_and_are_gathered_from_there(found: Found) -> None:
+    for name, each in _each(found):
+        if each["tiers"] != "host":
+            assert min(each["to disk"], each["from disk"]) > each["whole"], name
+        if each["tiers"] == "disk":  # where a device is, there is as much room as activations leave
+            assert 0 < each["peak"] < each["whole"], name
+
+
+def test_what_is_read_and_written_of_shards_gradients_and_state_is_as_without_tiers(found: Found) -> None:
+    for each in found["shards_seen:2"]:
+        assert each == {"seen": True, "here": 0, "differs": []}
+
+
+def test_a_run_that_an_error_ends_gives_the_shards_back_and_the_next_one_takes_them(found: Found) -> None:
+    assert found["shards_ended:2"] == [{"differs": []}] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "replicas of shards",
+            "'into.weight' cannot be offloaded: it is sharded over 2 dimensions of a mesh",
+        ),
+        ("tensor parallel", "'into.weight' cannot be offloaded: it is sharded over 2 dimensions of a mesh"),
+        (
+            "another dimension",
+            "'weight' cannot be offloaded: it lies as Shard(dim=1), and accepted is Shard(dim=0",
+        ),
+        ("policy", "fully_shard was given CPUOffloadPolicy"),
+        ("meta", "'into.weight' cannot be offloaded: it is on the meta device and has no values"),
+        ("no fully_shard", "it is a DTensor, whose parts are on several processes, and fully_shard did not"),
+        ("Muon", "Muon is not known to treat each element by itself"),
+        ("Adafactor", "Adafactor is not known to treat each element by itself"),
+        ("in backward", "optimizer_in_backward cannot be used with it"),
+        ("released", "on_close='release' cannot be used with it"),
+        ("weights", "weights cannot be used with it"),
+        ("placed", "a placement of modules cannot be used with it"),
+        ("swap_config", "swap_config cannot be used with it"),
+        ("recompute_config", "recompute_config cannot be used with it"),
+        ("averages", "run.average_gradients() cannot be used with it: FSDP reduces gradients by itself"),
+        ("assigned", "the parameter 'bias' of a sharded module was replaced while it is offloaded"),
+        ("let go", "releasing it cannot be used with it"),
+    ],
+)
+def test_what_would_not_be_right_is_refused_by_name(found: Found, what: str, said: str) -> None:
+    for each in found["shards_refused:4"]:
+        assert said in each[what]
+        assert "another model is left" not in each[what]

@@ -1,0 +1,127 @@
+"""What of a model that FSDP2 has sharded cannot live in tiers: known by name before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.config import OffloadConfig
+from tierstore.errors import UsageError
+from tierstore.training.bundles.tensor_slots import is_sharded_kind, memory_of
+from tierstore.training.optimizers.registered import is_known
+from tierstore.training.sharding.found import GatheredGroup, is_sharded
+
+_BY_ELEMENT = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
+        *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    }
+)
+"""Optimizers that treat each element by itself: a step of a shard sends no message."""
+
+
+def refuse_parameters(
+    model: nn.Module, groups: Sequence[GatheredGroup], ignored: Container[torch.Tensor]
+) -> None:
+    """Raise if a sharded parameter cannot live in tiers.
+
+    Args:
+        model: whose.
+        groups: that FSDP has made of it.
+        ignored: parameters that stay where they are.
+
+    Raises:
+        UsageError: it names the parameter, and says why.
+    """
+    known = {each.sharded_param: each for group in groups for each in group.params}
+    for name, parameter in model.named_parameters():
+        if parameter in ignored or not is_sharded_kind(type(parameter)):
+            continue
+        reason = _NOT_FSDPS if parameter not in known else _why_not(known[parameter])
+        if reason is not None:
+            raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
+
+
+_NOT_FSDPS = (
+    "it is a DTensor that fully_shard did not make (parallelize_module, distribute_tensor), and nobody can "
+    "tell when its part is used. Offload a model that fully_shard alone has sharded"
+)
+_ONE_MESH = "Use a mesh of one dimension: fully_shard(module, mesh=init_device_mesh(device, (processes,)))"
+
+
+def _why_not(param: Any) -> str | None:  # noqa: ANN401 - what FSDP knows of it
+    local = memory_of(param.sharded_param)
+    placements = tuple(param.sharded_param.placements)
+    reasons = {
+        f"it is sharded over {param.sharded_param.device_mesh.ndim} dimensions of a mesh, {placements}, as "
+        f"with tensor parallel or replicas of shards. {_ONE_MESH}": len(placements) != 1,
+        f"it lies as {placements[0]!r}, and accepted is Shard(dim=0): leave shard_placement_fn out": (
+            not placements[0].is_shard(0)
+        ),
+        "its local tensor has fsdp_pre_all_gather, as quantised ones have: another tensor than its bytes is "
+        "gathered": hasattr(local, "fsdp_pre_all_gather"),
+        "fully_shard was given CPUOffloadPolicy, which moves shards itself, as tiers do: leave out "
+        "offload_policy": param.offload_to_cpu,
+        "it is on the meta device and has no values. Give it some before offload(...): "
+        "model.to_empty(device='cpu') and its initialisation, or a state dict": param.sharded_param.is_meta,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def refuse_settings(
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    given: Mapping[str, object],
+) -> None:
+    """Raise if a run cannot be as it is asked for.
+
+    Args:
+        optimizers: that train the model.
+        config: of the run.
+        given: what else was asked for, by what messages call it: refused if it is true.
+
+    Raises:
+        UsageError: it says what, and what to do instead.
+    """
+    for reason in (*_of_optimizers(optimizers), *_of_config(config)):
+        raise UsageError(f"the model is sharded by fully_shard: {reason}")
+    for name, value in given.items():
+        if value:
+            raise UsageError(
+                f"the model is sharded by fully_shard: {name} cannot be used with it. Leave it out."
+            )
+
+
+def refuse_for_shards(model: nn.Module, what: str, why: str) -> None:
+    """Raise if a model is sharded.
+
+    Args:
+        model: that may be.
+        what: cannot be done with it then.
+        why: not.
+
+    Raises:
+        UsageError: it is.
+    """
+    if is_sharded(model):
+        raise UsageError(f"the model is sharded by fully_shard: {what} cannot be used with it: {why}.")
+
+
+def _of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
+    for optimizer in optimizers:
+        if type(optimizer) not in _BY_ELEMENT or not is_known(optimizer):
+            accepted = ", ".join(sorted(kind.__name__ for kind in _BY_ELEMENT))
+            yield (
+                f"{type(optimizer).__name__} is not known to treat each element by itself, and processes may "
+                f"step in different orders. Accepted are those of torch.optim: {accepted}."
+            )
+
+
+def _of_config(config: OffloadConfig) -> Iterator[str]:
+    if config.optimizer_in_backward:
+        yield "optimizer_in_backward cannot be used with it. Leave it out."
+    if config.optimizer_target == "cpu" and config.device != "cpu":
+        yield "its optimizer steps where the model computes. Leave optimizer_target='cpu' out."
