@@ -80,7 +80,7 @@ class StateDicts:
         """Return an entry for a guarded tensor while a model's state dict is being made, else ``None``."""
         if not self._making.depth:
             return None
-        if self._making.is_late:
+        if self._making.is_late and memory_of(tensor) is tensor:
             return late_entry(tensor, self.entry_alone)
         if id(tensor) not in self._making.entries:
             self._making.entries[id(tensor)] = self._new_entry(tensor)
@@ -190,7 +190,8 @@ class StateDicts:
     def _linked(self, value: object) -> object:
         if not isinstance(value, torch.Tensor) or guard.guarded_tensor_of(value) is None:
             return value
-        return late_entry(value, self.entry_alone) if self._making.is_late else self._new_entry(value)
+        is_late = self._making.is_late and memory_of(value) is value  # those of sharded ones are, in any case
+        return late_entry(value, self.entry_alone) if is_late else self._new_entry(value)
 
     def _load(self, kept: OptimizerState, loaded: StateDict) -> None:
         """Take the tensors of a loaded state dict, bundle by bundle."""
