@@ -19,6 +19,7 @@ from bench import (
     store,
     tables,
     training,
+    watched,
 )
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
@@ -36,6 +37,7 @@ MODULES = (
     tables,
     host_steps,
     planned,
+    watched,
 )
 """Those that have the questions of all figures."""
 

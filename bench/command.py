@@ -56,6 +56,7 @@ FIGURES = (
     "planned-ideal",
     "planned-70b",
     "planned-405b",
+    "watched-step",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

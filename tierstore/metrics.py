@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 import re
 from collections.abc import Iterator, Mapping
@@ -143,6 +144,7 @@ def _plain(value: numbers.Real) -> Number:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
+@functools.lru_cache(1024)
 def _name(section: str, field: str) -> str:
     field = _FIELDS.get(field, field)
     field = re.sub(r"(?<=_)s$", "seconds", re.sub(r"(?<=per_)s$", "second", field))

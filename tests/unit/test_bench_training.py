@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import budget, processes, tables, training
+from bench import budget, processes, tables, training, watched
 from bench.__main__ import MODULES
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
 
-QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS
+QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS | watched.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:

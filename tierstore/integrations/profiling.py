@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +26,6 @@ _ID, _PARENT = "Python id", "Python parent id"
 _ROOM: Final = f"{Path(tierstore.__file__).parent.name}{os.sep}"
 _PLACES: Final = (f"{Path(tierstore.__file__).parent}{os.sep}", _ROOM, f"tierstore_backends{os.sep}")
 _BUILT_IN: Final = "<"
-_OF_THE_LIBRARY: Final = ("contextlib.py(", "functools.py(", "threading.py(", "weakref.py(", "enum.py(")
 
 
 class ChromeTraced(Protocol):
@@ -80,9 +81,9 @@ def without_own_frames(path: str | Path) -> int:
     try:
         trace = json.loads(source.read_text(encoding="utf-8"))
         events = trace["traceEvents"]
-    except (ValueError, KeyError, TypeError) as error:
+        kept = list(_kept(events))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{str(source)!r} is no trace of torch.profiler: {error!r}") from error
-    kept = list(_kept(events))
     trace["traceEvents"] = kept
     partial = source.with_name(f".{source.name}.{os.getpid()}")
     try:
@@ -111,9 +112,11 @@ def _kept(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _is_ours(event: Mapping[str, Any], frames: Mapping[object, Any], ours: dict[object, bool]) -> bool:
     """Whether a frame is of tierstore, or of what such a frame does with Python's own functions."""
     chain: list[Mapping[str, Any]] = []
+    seen: set[object] = set()
     each: Mapping[str, Any] | None = event
     found: bool | None = None
-    while each is not None and found is None:
+    while each is not None and found is None and each["args"][_ID] not in seen:
+        seen.add(each["args"][_ID])
         found = ours.get(each["args"][_ID])
         if found is None:
             chain.append(each)
@@ -129,11 +132,16 @@ def _decided(name: str) -> bool | None:
     """Whether a frame is ours; ``None``: as its caller."""
     if name.startswith(_PLACES):
         return True
-    return None if name.startswith((_BUILT_IN, *_OF_THE_LIBRARY)) else False
+    is_of_python = (
+        name.startswith(_BUILT_IN) or re.split(r"[/.]", name, maxsplit=1)[0] in sys.stdlib_module_names
+    )
+    return None if is_of_python else False
 
 
 def _next_caller(event: Mapping[str, Any], frames: Mapping[object, Any], ours: dict[object, bool]) -> object:
     parent = event["args"].get(_PARENT)
-    while parent in frames and _is_ours(frames[parent], frames, ours):
+    seen: set[object] = set()
+    while parent not in seen and parent in frames and _is_ours(frames[parent], frames, ours):
+        seen.add(parent)
         parent = frames[parent]["args"].get(_PARENT)
     return parent
