@@ -77,7 +77,7 @@ For none of the attributes there is a public alternative, unless the list names 
   import the compiler, and add a call to each. In: signals, uncompiled.
 - ``_timeout``: as ``_get_backend``. In: row_exchange.
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
-  ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
+  ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory, without_values.
 - ``_values``: as ``_indices``. In: device_caches, gradient, lookup, memory, sgd, sharded_gradients,
   table_weight, touched_rows.
 - ``_version``: backward goes through changed weights in silence. In: activation_store, doubles, failed_step,

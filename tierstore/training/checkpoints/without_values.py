@@ -27,13 +27,16 @@ def without_values() -> Iterator[None]:
     Buffers have the values that the model computes.  Initial values of parameters are lost: give the model
     others by ``weights`` of `tierstore.training.offload`.
 
-    What is a class of its own (tables, lazy and quantised parameters), and what something else refers to
-    already, keeps its memory.  Threads other than the caller's are left alone.
+    What is a class of its own (tables, lazy and quantised parameters), what something else refers to already,
+    and what recurrent layers of PyTorch have, which refer to it themselves, keeps its memory.  Threads other
+    than the caller's are left alone.
     """
     mine = threading.get_ident()
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        del module, name
+        del name
+        if isinstance(module, nn.RNNBase):
+            return
         if threading.get_ident() == mine and type(parameter) is nn.Parameter and not parameter.is_meta:
             _empty(parameter)
 
@@ -47,10 +50,11 @@ def without_values() -> Iterator[None]:
 
 def _empty(parameter: nn.Parameter) -> None:
     """Take a parameter's memory; it stays the same object, with the same attributes."""
-    if parameter.layout is not torch.strided:
+    users = parameter._use_count()  # type: ignore[attr-defined]  # noqa: SLF001 - graphs are not told otherwise
+    if parameter.layout is not torch.strided or users > 1:
         return
     looks = torch.empty_like(parameter, device="meta")
     fresh = nn.Parameter(looks, requires_grad=parameter.requires_grad)
     vars(fresh).update(vars(parameter))
-    with contextlib.suppress(RuntimeError):  # a graph or a weak reference has it: it stays as it is
+    with contextlib.suppress(RuntimeError):  # a weak reference is to it: it stays as it is
         torch.utils.swap_tensors(parameter, fresh)
