@@ -1,5 +1,7 @@
 """Models of ``transformers`` that are never whole in memory: of safetensors files, or a configuration.
 
+These lines open one::
+
     model, weights = from_pretrained("path/to/model")
     with offload(model, optimizer, "run.yaml", weights=weights):
         ...
