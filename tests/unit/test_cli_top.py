@@ -233,6 +233,22 @@ def test_rates_are_those_of_the_interval() -> None:
         assert text in said
 
 
+def test_nothing_is_cut_off_in_eighty_columns() -> None:
+    tier = {
+        "capacity_bytes": 1000.4 * 1024**3,
+        "charged_bytes": 999.9 * 1024**3,
+        "peak_charged_bytes": 1000.0 * 1024**3,
+        "hits_total": 10_000,
+        "faults_total": 123_456,
+        "evictions_total": 123_456,
+        "refusals_total": 99_999,
+    }
+    metrics = {f'tierstore_tier_{name}{{tier="device"}}': value for name, value in tier.items()}
+    lines = top_view.lines(_process(11, metrics), _process(10, {}), width=80)
+    assert not [line for line in lines if "\u2026" in line]
+    assert max(map(len, lines)) <= 80
+
+
 def test_of_one_look_there_are_no_rates_but_ratios_since_the_start() -> None:
     hits, faults = 'tierstore_tier_hits_total{tier="a"}', 'tierstore_tier_faults_total{tier="a"}'
     quota, forward = 'tierstore_tier_capacity_bytes{tier="a"}', "tierstore_run_forward_seconds_total"

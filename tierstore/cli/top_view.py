@@ -1,4 +1,4 @@
-"""What ``tierstore top`` draws, with rich: tiers, links, where time goes, what moves."""
+"""What ``tierstore top`` draws, with rich, in 80 columns: tiers, links, where time goes, what moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.live import LiveProcess, LiveRun
 from tierstore.metrics import parsed
 from tierstore.units import format_bytes
 
-_BAR_WIDTH: Final = 24
+_BAR_WIDTH: Final = 10
 _MOST_MOVING: Final = 8
 _MOST_ROWS: Final = 32
 _PARTS: Final = {
@@ -131,7 +131,7 @@ def _run(seen: _Seen) -> Iterator[RenderableType]:
 
 
 def _tiers(seen: _Seen) -> Table:
-    table = _table("tier", "quota", "", "held", "peak", "hits", "faults/s", "evictions/s", "refusals")
+    table = _table("tier", "quota", "", "held/of", "peak", "hits", "faults/s", "evicts/s", "refused")
     for labels in seen.values_of("tierstore_tier_capacity_bytes"):
         capacity = seen.now("tierstore_tier_capacity_bytes", **labels)
         charged = seen.now("tierstore_tier_charged_bytes", **labels)
@@ -141,8 +141,8 @@ def _tiers(seen: _Seen) -> Table:
             Text(labels.get("tier", "?")),
             ProgressBar(total=max(capacity, 1), completed=min(charged, capacity), width=_BAR_WIDTH),
             Text(f"{100 * charged / capacity:.0f} %" if capacity else "-"),
-            Text(f"{format_bytes(int(charged))} of {format_bytes(int(capacity))}"),
-            Text(format_bytes(int(seen.now("tierstore_tier_peak_charged_bytes", **labels)))),
+            Text(f"{_short(charged)}/{_short(capacity)}"),
+            Text(_short(seen.now("tierstore_tier_peak_charged_bytes", **labels))),
             Text(f"{100 * hits / (hits + faults):.1f} %" if hits + faults else "-"),
             Text(_rate(seen.rate("tierstore_tier_faults_total", **labels))),
             Text(_rate(seen.rate("tierstore_tier_evictions_total", **labels))),
@@ -182,10 +182,15 @@ def _moving(run: LiveRun) -> Iterator[Text]:
 
 
 def _table(*heads: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(head, no_wrap=True)
     return table
+
+
+def _short(nbytes: float) -> str:
+    """Print bytes as people do who have no room: ``1.5M``."""
+    return format_bytes(int(nbytes)).replace(" ", "").replace("iB", "")
 
 
 def _rate(value: float | None) -> str:
