@@ -15,6 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import distributed, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
@@ -445,3 +449,67 @@ def shards_ended(rank: int, processes: int, folder: Path) -> object:
         for life in lives:
             train(life, case, 2, rank, 2)
     return {"differs": found + differences(*lives)}
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def shards_resumed(rank: int, processes: int, folder: Path) -> object:
+    """A durable run that is left after its last checkpoint, and one that goes on from there."""
+    case = CASES["clipped and accumulated"]
+    plain, first, second = (build(case, processes) for _ in range(3))
+    train(plain, case, 4, rank)
+    durable = {"config": {"durable": True}}
+    with offloaded(first, case, folder, **durable) as run:
+        train(first, case, 1, rank)
+        run.checkpoint({"step": 1})
+        train(first, case, 1, rank, 1)
+        run.checkpoint({"step": 2})
+        train(first, case, 1, rank, 2)  # is lost
+    with torch.no_grad():
+        for parameter in second.model.parameters():
+            parameter.zero_()
+    with offloaded(second, case, folder, **durable) as run:
+        assert run.resumed is not None
+        step = run.resumed.extra["step"]
+        second.losses = first.losses[: len(first.losses) * 2 // 3]
+        train(second, case, 2, rank, 2)
+    return {"step": step, "differs": differences(plain, second)}
+
+
+def shards_saved(rank: int, processes: int, folder: Path) -> object:
+    """``torch.distributed.checkpoint`` of an offloaded model: saved, and loaded with and without tiers."""
+    case = replace(CASES["clipped"], tiers="disk")
+    lives = [build(case, processes) for _ in range(4)]
+    train(lives[0], case, 2, rank)
+    with offloaded(lives[1], case, folder) as run:
+        train(lives[1], case, 2, rank)
+        refused = said_by(lambda: run.save(folder / "one"))
+        writer = FileSystemWriter(folder / "saved", single_file_per_rank=False)  # else it keeps all
+        save(_state(lives[1]), storage_writer=writer)
+        here = len([each for each in lives[1].model.parameters() if type(each) is DTensor])
+    for life in lives[2:]:
+        train(life, case, 1, rank)
+    with offloaded(lives[2], case, folder):
+        _load(lives[2], folder / "saved")
+        lives[2].losses = list(lives[1].losses)
+        train(lives[2], case, 1, rank, 2)
+    _load(lives[3], folder / "saved")
+    lives[3].losses = list(lives[1].losses)
+    saved = differences(lives[0], lives[1]) + differences(lives[0], lives[3])
+    whole = {name: each.full_tensor().tolist() for name, each in lives[0].model.state_dict().items()}
+    train(lives[0], case, 1, rank, 2)
+    found = {"here": here, "saved": saved, "refused": refused, "differs": differences(lives[0], lives[2])}
+    return {**found, "whole": whole}
+
+
+def _load(life: Life, path: Path) -> None:
+    state = _state(life)
+    load(state, checkpoint_id=path)
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(life.model, life.optimizer, **parts)
+
+
+def _state(life: Life) -> dict[str, Any]:
+    model, optimizer = get_state_dict(life.model, life.optimizer)
+    return {"model": model, "optimizer": optimizer}

@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 from torch import distributed
+from torch.distributed.checkpoint.state_dict_loader import load
 
+from tests.training.rank_shards import Deep
 from tests.training.test_ranks import led
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
 Found = Mapping[str, list[Any]]
-_SCENARIOS = ("shards:2", "shards:4", "shards_seen:2", "shards_refused:4", "shards_ended:2")
+_KEPT = ("shards_resumed:2", "shards_resumed:4", "shards_saved:2", "shards_saved:4")
+_SCENARIOS = ("shards:2", "shards:4", "shards_seen:2", "shards_refused:4", "shards_ended:2", *_KEPT)
 
 
 @pytest.fixture(scope="module", name="found")
 def _found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    found = led(tmp_path_factory.mktemp("shards"), *_SCENARIOS)
+    folder = tmp_path_factory.mktemp("shards")
+    found = led(folder, *_SCENARIOS)
+    found["folder"] = [folder]
     failed = [each for lives in found.values() for each in lives if isinstance(each, str)]
     assert not failed, failed[0]
     return found
@@ -87,3 +92,25 @@ def test_what_would_not_be_right_is_refused_by_name(found: Found, what: str, sai
     for each in found["shards_refused:4"]:
         assert said in each[what]
         assert "another model is left" not in each[what]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_run_goes_on_from_the_checkpoint_that_all_processes_have(found: Found, processes: int) -> None:
+    assert found[f"shards_resumed:{processes}"] == [{"step": 2, "differs": []}] * processes
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_distributed_checkpoints_are_written_and_read_within_the_quotas(found: Found, processes: int) -> None:
+    for each in found[f"shards_saved:{processes}"]:
+        assert (each["here"], each["saved"], each["differs"]) == (0, [], [])
+        assert "run.save and run.load know the parts of one process alone" in each["refused"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_distributed_checkpoint_is_read_by_one_process_without_fsdp(found: Found, processes: int) -> None:
+    state = {"model": Deep().state_dict()}
+    saved: Any = found["folder"][0] / f"shards_saved-{processes}" / "saved"
+    load(state, checkpoint_id=saved)
+    read = {name: each.tolist() for name, each in state["model"].items()}
+    assert read == found[f"shards_saved:{processes}"][0]["whole"]

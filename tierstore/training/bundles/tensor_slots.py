@@ -100,3 +100,27 @@ def slot_of(kind: type[torch.Tensor]) -> TensorSlot:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that has a tensor's bytes: itself, or the part of it that this process has."""
     return slot_of(type(tensor)).local(tensor)
+
+
+def sharded_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has its bytes in a local one, for a tensor of another one's sizes and placement.
+
+    Args:
+        like: a ``DTensor``, as it is without a guard or with one.
+        local: of the size of its local one.
+    """
+    kind: Any = sharded_kind()
+    given: Any = like
+    made: torch.Tensor = kind.from_local(
+        local, given.device_mesh, given.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    own_local(made)
+    return made
+
+
+def own_local(tensor: torch.Tensor) -> None:
+    """Let the local tensor of one be no view: the base of a view would keep the bytes."""
+    local = memory_of(tensor)
+    own = torch.empty(0, dtype=local.dtype, device=local.device)
+    set_data(own, local)
+    setattr(tensor, LOCAL, own)

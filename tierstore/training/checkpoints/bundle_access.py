@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tierstore.errors import UsageError
 from tierstore.training.bundles.bindings import Bindings
 from tierstore.training.bundles.layout import fill
 from tierstore.training.bundles.tensor_slots import memory_of
@@ -32,7 +33,15 @@ def access_to(
         bindings: of the model.
         steps: of its optimizers, by number.
         tables: of the run.
+
+    Raises:
+        UsageError: processes have parts of tensors: one would write its own alone.
     """
+    if any(memory_of(tensor) is not tensor for part in parts for tensor in part):
+        raise UsageError(
+            "the model is sharded by fully_shard: run.save and run.load know the parts of one process alone. "
+            "Use torch.distributed.checkpoint, or run.checkpoint() with durable=True."
+        )
 
     def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [state_dicts.read(tensor) for tensor in tensors]

@@ -26,6 +26,7 @@ from tierstore.training.bundles.grouping import Content, Group, first_names
 from tierstore.training.bundles.layout import lay_out
 from tierstore.training.bundles.placeholders import has_no_values
 from tierstore.training.bundles.poisons import poison_for
+from tierstore.training.bundles.tensor_slots import memory_of, sharded_like
 from tierstore.training.checkpoints.document import (
     DOCUMENT,
     FORMAT,
@@ -175,7 +176,11 @@ class ResumedCheckpoint:
 
     def _check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         faults = [
-            *differences("parameter", self._parameters(), looks(dict(model.named_parameters()))),
+            *differences(
+                "parameter",
+                self._parameters(),
+                looks({name: memory_of(each) for name, each in model.named_parameters()}),
+            ),
             *table_differences(self._tables, tables_in(model)),
             *differences("buffer", self._buffers(), looks(persistent_buffers(model))),
             *self._buffers_without_values(model),
@@ -352,7 +357,7 @@ class ResumedCheckpoint:
         for name, parameter in named.items():
             if name in saved:
                 kept.optimizer.state[parameter] = {
-                    entry: self._state_value(kept.index, name, entry, value, bound_on)
+                    entry: _as_part_of(parameter, self._state_value(kept.index, name, entry, value, bound_on))
                     for entry, value in saved[name].items()
                 }
         self._last = None
@@ -407,3 +412,10 @@ class ResumedCheckpoint:
         former |= {key for key in self._store if key.startswith(KEPT)}  # of a process among several
         self._store.drop(*(former - kept))
         rng_state.restore(self._document["rng"], self._tensors, self._store.device)
+
+
+def _as_part_of(parameter: torch.Tensor, value: object) -> object:
+    """Return an entry of state as an optimizer keeps it: for a sharded parameter, as a part as it is one."""
+    memory = memory_of(parameter)
+    is_part = memory is not parameter and isinstance(value, torch.Tensor) and value.dim() > 0
+    return sharded_like(parameter, value) if is_part and isinstance(value, torch.Tensor) else value

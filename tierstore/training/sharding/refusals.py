@@ -75,6 +75,8 @@ def refuse_settings(
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
     given: Mapping[str, object],
+    *,
+    has_ignored: bool,
 ) -> None:
     """Raise if a run cannot be as it is asked for.
 
@@ -82,11 +84,12 @@ def refuse_settings(
         optimizers: that train the model.
         config: of the run.
         given: what else was asked for, by what messages call it: refused if it is true.
+        has_ignored: whether some shards stay with FSDP.
 
     Raises:
         UsageError: it says what, and what to do instead.
     """
-    for reason in (*_of_optimizers(optimizers), *_of_config(config)):
+    for reason in (*_of_optimizers(optimizers), *_of_config(config, has_ignored=has_ignored)):
         raise UsageError(f"the model is sharded by fully_shard: {reason}")
     for name, value in given.items():
         if value:
@@ -120,7 +123,9 @@ def _of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]
             )
 
 
-def _of_config(config: OffloadConfig) -> Iterator[str]:
+def _of_config(config: OffloadConfig, *, has_ignored: bool) -> Iterator[str]:
+    if config.durable and has_ignored:
+        yield "durable keeps no shards of ignored parameters. Leave ignored or durable out."
     if config.optimizer_in_backward:
         yield "optimizer_in_backward cannot be used with it. Leave it out."
     if config.optimizer_target == "cpu" and config.device != "cpu":

@@ -50,6 +50,7 @@ class ModelShards:
 
     Attributes:
         group_of: of each parameter, the number of the group that FSDP gathers it with.
+        has_ignored: whether some stay with FSDP.
     """
 
     def __init__(self, model: nn.Module, ignored: Container[torch.Tensor]) -> None:
@@ -57,6 +58,7 @@ class ModelShards:
         self._params = [
             each for group in self.groups for each in group.params if each.sharded_param not in ignored
         ]
+        self.has_ignored = len(self._params) < sum(len(group.params) for group in self.groups)
         taken = {each.sharded_param for each in self._params}
         self.group_of: Mapping[torch.Tensor, int] = {
             parameter: number
@@ -155,7 +157,7 @@ def taken_over(
         return
     shards = ModelShards(model, ignored)
     refuse_parameters(model, shards.groups, ignored)
-    refuse_settings(optimizers, config, given)
+    refuse_settings(optimizers, config, given, has_ignored=shards.has_ignored)
     try:
         shards.take_over()
         yield shards

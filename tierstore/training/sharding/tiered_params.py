@@ -17,7 +17,7 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.torch_private import fsdp_param
 from tierstore.training.bundles.placeholders import placeholder_of
-from tierstore.training.bundles.tensor_slots import LOCAL, memory_of, set_data
+from tierstore.training.bundles.tensor_slots import memory_of, own_local, set_data
 from tierstore.training.faults import guard
 
 _FSDPParam: Any = fsdp_param()
@@ -74,11 +74,7 @@ def _shard_of(parameter: torch.Tensor) -> torch.Tensor:
 def put_on(param: Any) -> None:  # noqa: ANN401 - FSDP's own
     """Let a parameter of FSDP's ask for its shard from now on."""
     if type(param) is not TieredParam:
-        parameter = param.sharded_param
-        local = memory_of(parameter)
-        own = torch.empty(0, dtype=local.dtype, device=local.device)
-        set_data(own, local)
-        setattr(parameter, LOCAL, own)  # the former may be a view, whose base would keep the bytes
+        own_local(param.sharded_param)
         param.__dict__.pop("_sharded_param_data", None)
         param.__class__ = TieredParam
 
