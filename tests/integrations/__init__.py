@@ -1,1 +1,1 @@
-"""What tierstore is one line in, each with the framework as it is installed, and exporters of metrics."""
+"""tierstore in frameworks that people train with, and exporters of metrics: the real ones, without network."""

@@ -108,7 +108,8 @@ WRONG: dict[str, tuple[Callable[[nn.Module], tuple[Any, ...]], str]] = {
     "parameters": (lambda m: (m, m.parameters()), "generator is no torch.optim.Optimizer"),
     "no model": (lambda _: ("model",), r"first argument is the model, .*: str is none"),
     "a class of models": (lambda _: (nn.Linear,), "the class Linear is none"),
-    "a list of models": (lambda m: ([m],), "list is none"),
+    "a list of a model and something else": (lambda m: ([m, "model"],), "list is none"),
+    "no models": (lambda _: ((),), "tuple is none"),
 }
 
 

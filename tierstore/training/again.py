@@ -16,6 +16,7 @@ from torch import nn
 from tierstore.callers import opener
 from tierstore.errors import UsageError
 from tierstore.training.autograd.accumulation import is_in_backward
+from tierstore.training.given import Together
 from tierstore.training.optimizers.step_units import runs_of_step
 from tierstore.training.session import Session
 
@@ -54,27 +55,35 @@ class NotedRun:
     """
 
     def __init__(self, model: nn.Module, run: OpenRun, session: Session) -> None:
-        self._model = weakref.ref(model)
+        self._models = weakref.WeakSet(_each(model))
         self._run = run
-        _open[model] = weakref.ref(run), weakref.ref(session)
+        for each in self._models:
+            _open[each] = weakref.ref(run), weakref.ref(session)
 
     def remove(self) -> None:
         """Forget it: the run has ended."""
-        model = self._model()
-        if model is not None:
+        for model in tuple(self._models):
             _open.pop(model, None)
 
 
+def _each(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the model, and those that it stands for."""
+    return (model, *model.children()) if isinstance(model, Together) else (model,)
+
+
 def make_way(model: nn.Module) -> None:
-    """Close the run that a model has, if it has one, for another to take its place.
+    """Close the runs that a model has, if it has any, for another to take their place.
 
     Raises:
         UsageError: something would be lost, or is under way.
         TierStoreError: closing it failed.
     """
-    if model not in _open:
-        return
-    references = _open[model]
+    for each in _each(model):
+        if each in _open:
+            _close_for_another(_open[each])
+
+
+def _close_for_another(references: tuple[weakref.ref[OpenRun], weakref.ref[Session]]) -> None:
     run, session = references[0](), references[1]()
     if run is None or session is None:
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath
 
 import torch
 from torch import nn
@@ -18,7 +19,35 @@ Config = OffloadConfig | Mapping[str, object] | str | Path | None
 log = logging.getLogger("tierstore")
 
 _OF_MANY_PROCESSES = "torch.distributed."
+_EVALUATION = "evaluation"  # the folder of runs that only compute, beside what is durable
 _HOOKS = "_optimizer_step_pre_hooks"  # which every optimizer of PyTorch has from its __init__ on
+
+
+class Together(nn.Module):
+    """Several models that are offloaded as one: in one store, under one set of quotas.  It is never called.
+
+    Args:
+        models: whose names begin with their number: ``0.layers.1.weight``.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, model in enumerate(models):
+            self.add_module(str(number), model)
+
+
+def model_of(given: object) -> nn.Module:
+    """Return the model that the first argument is; several are one.
+
+    Raises:
+        UsageError: it is something else; the message says what.
+    """
+    if isinstance(given, Sequence) and given and all(isinstance(each, nn.Module) for each in given):
+        models = tuple(dict.fromkeys(given))
+        return models[0] if len(models) == 1 else Together(models)
+    check_is_model(given)
+    assert isinstance(given, nn.Module)
+    return given
 
 
 def check_is_model(given: object) -> None:
@@ -133,3 +162,12 @@ def settings_of(config: Config) -> tuple[OffloadConfig, Sections]:
     if any(section in config for section in SECTIONS):
         return OffloadConfig.from_document(config), sections_of(config)
     return OffloadConfig.from_mapping(config), Sections()
+
+
+def for_evaluation(settings: OffloadConfig) -> OffloadConfig:
+    """Return the configuration of a run that only computes: it leaves what is durable alone."""
+    if not settings.durable:
+        return settings
+    given = settings.offload_path
+    path = Path(given if isinstance(given, str | PurePath) else given[0]) / _EVALUATION
+    return replace(settings, durable=False, offload_path=str(path))

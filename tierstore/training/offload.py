@@ -31,7 +31,7 @@ from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.bundles.bundle_tiers import named_by_settings
 from tierstore.training.checkpoints.agreement import Agreement, OneProcess
 from tierstore.training.checkpoints.weights import Weights
-from tierstore.training.given import Config, check_is_model, optimizers_of, settings_of
+from tierstore.training.given import Config, model_of, optimizers_of, settings_of
 from tierstore.training.leaving import OnClose, on_close_of
 from tierstore.training.left_behind import let_go
 from tierstore.training.live_view import RunView
@@ -56,7 +56,7 @@ log = logging.getLogger("tierstore")
 
 @interruptible
 def offload(  # noqa: PLR0913 - each has a default, and a name
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizers = None,
     config: Config = None,
     *,
@@ -79,7 +79,8 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
     one is closed, and a warning says so.  Where something would be lost by that, it is refused.
 
     Args:
-        model: any module.
+        model: any module; or several, which are one then: in one store, within the same quotas, each name
+            with the number of its model before it (``0.layers.1.weight``).
         optimizer: the optimizers that train it: one, several, or none for inference.
         config: an `OffloadConfig`, a mapping of its keys, or a document: a mapping of sections, or the path
             of a YAML file of them.  A document's ``swap_config`` and ``recompute_config`` are applied, too:
@@ -119,13 +120,13 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         CapacityError: the tiers together cannot hold it, or one module does not fit on the device, beside
             what is pinned.
     """
+    model = model_of(model)
     settings, sections = settings_of(config)
     own = given_patterns(placement)
     placement = {**own, **placement_around(model, but=own)}
     if placement:
         settings = replace(settings, placement=with_patterns(settings.placement, placement))
     in_the_end = on_close_of(on_close)
-    check_is_model(model)
     come_to_rest(model)
     optimizers = optimizers_of(optimizer, model)
     selection = select(

@@ -38,7 +38,8 @@ def check_model(
         UsageError: it names what, and says why.
     """
     for name, module in model.named_modules():
-        replicas.refuse(module, f"the module {name!r}" if name else "the model")
+        replicas.refuse(module, what := f"the module {name!r}" if name else "the model")
+        _refuse_moved_by_accelerate(module, what)
     for name, parameter in model.named_parameters():
         if parameter in ignored:
             reason = None if has_weights else _why_no_values(parameter)
@@ -53,6 +54,17 @@ def check_model(
     require_sole_reference(model, ignored)
     for optimizer in optimizers:
         _refuse_other_runs(optimizer)
+
+
+def _refuse_moved_by_accelerate(module: nn.Module, what: str) -> None:
+    """Refuse a module whose parameters accelerate brings and takes away in each call (`dispatch_model`)."""
+    hook = vars(module).get("_hf_hook")
+    if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+        raise UsageError(
+            f"{what} has hooks of accelerate that bring its parameters and take them away in each call, as "
+            "device_map=... and cpu_offload(...) make them. Load the model without device_map, or call "
+            "accelerate.hooks.remove_hook_from_submodules(model) first."
+        )
 
 
 def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
@@ -72,6 +84,18 @@ _IN_PARTS = (
     "it is a DTensor, whose parts are on several processes, and fully_shard did not make it "
     "(parallelize_module). Offload the model without that"
 )
+
+
+_QUANTISERS = ("bitsandbytes", "torchao")
+
+
+def _quantised(parameter: nn.Parameter) -> str:
+    kind = type(parameter)
+    return (
+        f"it is a {kind.__name__} of {kind.__module__.partition('.')[0]}: quantised, and of no use without "
+        "the scales that it keeps beside its bytes. Offload the model as it was before it was quantised, in "
+        "bfloat16, or leave these parameters on the device with ignored=[...]"
+    )
 
 
 def _why_no_values(tensor: torch.Tensor) -> str | None:
@@ -103,6 +127,7 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool, is_taken_over: bool)
         "it is offloaded already; close that run first": guard.guarded_tensor_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
         _IN_PARTS: is_wrapper and is_sharded_kind(type(parameter)),
+        _quantised(parameter): type(parameter).__module__.partition(".")[0] in _QUANTISERS,
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
         f"it is quantised ({parameter.dtype})": parameter.is_quantized,

@@ -101,6 +101,20 @@ class Offload:
         return self._session.store
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` has ended it: the model is an ordinary one again, or released."""
+        return self._is_closed
+
+    def shortage(self) -> str | None:
+        """Say why `close` would release what the run has, with ``on_close="auto"``; ``None``: it would not.
+
+        Measured anew each time: promises nothing about what other programs take meanwhile.
+        """
+        self._require_here()
+        found = None if self._session is None or self._is_closed else self._session.leaving.shortage()
+        return None if found is None else str(found)
+
+    @property
     def placement(self) -> Placement:
         """Where everything lives and what computes with it, with what was learned so far; prints readably.
 

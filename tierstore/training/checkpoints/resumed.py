@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import unpack
 from tierstore.nn.table_entry import TableEntry
@@ -98,6 +99,21 @@ def is_held(store: Store) -> bool:
 def forget(store: Store) -> None:
     """Drop all training state: what is durable stays so until the next checkpoint."""
     store.drop(*(key for key in store if key.startswith(_OWN_KEYS)))
+
+
+def found_in(
+    settings: OffloadConfig, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Resumed | None:
+    """Return what training would go on from in a durable directory, which is left as it was; or ``None``.
+
+    Raises:
+        UsageError: there is something else, or it does not fit.
+    """
+    store = Store(settings.store_config())
+    try:
+        return ResumedCheckpoint(store, model, optimizers).resumed if is_held(store) else None
+    finally:
+        store.close(flush=False)
 
 
 class ResumedCheckpoint:
