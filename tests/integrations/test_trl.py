@@ -9,7 +9,7 @@ import pytest
 
 from tests.integrations import tiny
 
-pytest.importorskip("trl")
+trl: Any = pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -59,8 +59,7 @@ def _seen(reference: Any, *, is_offloaded: bool) -> Any:
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_trainer_of_trl_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
-    import trl
-    from datasets import Dataset
+    from datasets import Dataset  # type: ignore[import-untyped,unused-ignore]
 
     from tierstore.integrations.transformers import offloading
 
