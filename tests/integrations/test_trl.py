@@ -20,8 +20,9 @@ def _tokenizer() -> Any:
 
     words = {"<pad>": 0, "<eos>": 1} | {f"w{number}": number + 2 for number in range(tiny.VOCABULARY - 2)}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    kind: Any = PreTrainedTokenizerFast
+    return kind(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
 def _told(kind: Any, path: Path) -> Any:
