@@ -27,8 +27,21 @@ napoleon_use_rtype = False
 
 nitpick_ignore_regex = [
     # There is no network where this is built, so other projects' pages are not linked to.
-    (r"py:.*", r"(torch|numpy|zarr|collections|pathlib|types|typing|threading|asyncio|os|enum|re)(\..*)?"),
+    (
+        r"py:.*",
+        r"(torch|numpy|zarr|collections|pathlib|types|pickle|typing|threading|asyncio|os|enum|re)(\..*)?",
+    ),
+    (r"py:.*", r"(accelerate|lightning|opentelemetry|prometheus_client|transformers)\..*"),
     (r"py:class", r"contextlib\..*"),
+    # What exporters ask of a run, a writer and a profiler.
+    (
+        r"py:class",
+        r"tierstore\.integrations\.(logged\.Measured|tensorboard\.ScalarWriter|profiling\.ChromeTraced)",
+    ),
+    # What `offload` takes, as keywords of a Trainer's.
+    (r"py:class", r"tierstore\.integrations\.transformers\.(trainer\.AnyTrainerT|runs\.TrainerOptions)"),
+    # What weights may come from, beside a path.
+    (r"py:class", r"tierstore\.formats\.safetensors_files\.TensorSource"),
     # A name in single backticks is linked where there is something to link to.
     (r"py:obj", r".*"),
     # A backend's classes are reached through its factory.

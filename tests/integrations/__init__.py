@@ -1,1 +1,1 @@
-"""tierstore in frameworks that people train with, and exporters of metrics: the real ones, without network."""
+"""tierstore in frameworks that people train with, and exporters of metrics: the real ones, no network."""

@@ -95,7 +95,7 @@ class Classifier(pl.LightningModule):
         made: torch.optim.Optimizer = kinds[self.how.optimizer](module.parameters())
         return made
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - as Lightning's
+    def configure_optimizers(self) -> Any:
         """Return the optimizers and schedulers that were asked for."""
         if self.how.optimization == "several":
             return [self._optimizer(self.body), self._optimizer(self.head)]
@@ -117,7 +117,7 @@ def data(seed: int = 3) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, classes), batch_size=6)
 
 
-def trainer(path: Path, strategy: pl.strategies.Strategy | None = None, **options: Any) -> pl.Trainer:  # noqa: ANN401
+def trainer(path: Path, strategy: pl.strategies.Strategy | None = None, **options: Any) -> pl.Trainer:
     """Return a Trainer on the CPU that says nothing.
 
     Args:
@@ -156,7 +156,7 @@ def options_of(how: How) -> dict[str, Any]:
     }
 
 
-def ours(layout: str, path: Path, **options: Any) -> TierstoreStrategy:  # noqa: ANN401
+def ours(layout: str, path: Path, **options: Any) -> TierstoreStrategy:
     """Return our strategy in a layout of tiers, of which each but the last is too small for everything.
 
     Args:
@@ -197,7 +197,7 @@ def outcome_of(
     how: How,
     path: Path,
     strategy: pl.strategies.Strategy | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Outcome:
     """Train, test and predict; return what came of it."""
     torch.manual_seed(0)
@@ -231,7 +231,7 @@ class StateKeeper(Callback):
         self.states = [copied(each.state_dict()) for each in trainer.optimizers]
 
 
-def copied(value: Any) -> Any:  # noqa: ANN401 - a state dict
+def copied(value: Any) -> Any:
     """Return a state dict with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
@@ -240,6 +240,6 @@ def copied(value: Any) -> Any:  # noqa: ANN401 - a state dict
     return [copied(each) for each in value] if isinstance(value, list) else value
 
 
-def with_(how: How, **changes: Any) -> How:  # noqa: ANN401
+def with_(how: How, **changes: Any) -> How:
     """Return another way of training."""
     return replace(how, **changes)

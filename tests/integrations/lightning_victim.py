@@ -73,7 +73,7 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (bound_bytes, resource.RLIM_INFINITY))
 
 
-def strategy(folder: Path, **options: Any) -> TierstoreStrategy:  # noqa: ANN401
+def strategy(folder: Path, **options: Any) -> TierstoreStrategy:
     """Return ours, with a small part of the model in memory."""
     config = {
         "device": "cpu",

@@ -50,7 +50,7 @@ def assert_equal_outcomes(expected: Outcome, found: Outcome) -> None:
     assert_equal_values(flat(expected.states), flat(found.states), "states")
 
 
-def flat(value: Any) -> list[Any]:  # noqa: ANN401 - a state dict
+def flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [part for name, each in value.items() for part in (name, *flat(each))]
     return [part for each in value for part in flat(each)] if isinstance(value, list) else [value]

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 
-def keeper(path: Path, **options: Any) -> ModelCheckpoint:  # noqa: ANN401
+def keeper(path: Path, **options: Any) -> ModelCheckpoint:
     usual = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}"}
     return ModelCheckpoint(path, **{**usual, **options})
 
@@ -44,7 +44,7 @@ def trained(
     *,
     epochs: int = 2,
     how: How | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Classifier:
     """Train a module that begins with the same values each time."""
     ckpt_path = options.pop("ckpt_path", None)
@@ -61,7 +61,7 @@ def trained(
     return model
 
 
-def assert_equal_contents(expected: Any, found: Any, where: str = "") -> None:  # noqa: ANN401
+def assert_equal_contents(expected: Any, found: Any, where: str = "") -> None:
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor)
         assert type(found) is type(expected), where
@@ -123,7 +123,7 @@ class SeedsBatches(Callback):
 def test_training_that_goes_on_has_the_bits_of_training_that_was_not_cut(
     first: str, second: str, optimizer: str, tmp_path: Path
 ) -> None:
-    def on(name: str, layout: str, **options: Any) -> Classifier:  # noqa: ANN401
+    def on(name: str, layout: str, **options: Any) -> Classifier:
         strategy = None if layout == "plain" else ours(layout, tmp_path)
         how = How(optimizer=optimizer, scheduler="cosine", accumulated=2)
         return trained(tmp_path / name, strategy, callbacks=[SeedsBatches()], how=how, **options)
@@ -154,7 +154,7 @@ def test_the_best_model_is_tested_and_read_without_us(tmp_path: Path) -> None:
 class Asks(Callback):
     """Keeps copies of the parameters when a checkpoint is made, and adds to it."""
 
-    def __init__(self, **added: Any) -> None:  # noqa: ANN401
+    def __init__(self, **added: Any) -> None:
         self.added = added
         self.kept: list[dict[str, Any]] = []
 
@@ -194,7 +194,7 @@ def test_what_only_torch_save_writes_is_written_as_a_whole(
 class OwnFiles(TorchCheckpointIO):
     """Files of somebody's own."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ANN401
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         assert {type(each) for each in checkpoint["state_dict"].values()} <= {Tensor} | set(
             Tensor.__subclasses__()
         )

@@ -24,7 +24,7 @@ from tests.training.twins import config_of, with_device
 VOCABULARY = 61
 
 
-def llama(**changes: Any) -> LlamaConfig:  # noqa: ANN401
+def llama(**changes: Any) -> LlamaConfig:
     """Return the sizes of a Llama with rotary tables and fewer heads for keys."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,

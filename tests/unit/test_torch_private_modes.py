@@ -484,3 +484,42 @@ def test_it_is_known_whether_a_profiler_runs() -> None:
         with profiler():
             assert private.is_profiling()
         assert not private.is_profiling()
+
+
+# ---------------------------------------------------------------------- modules, and those of frameworks
+
+
+def test_a_module_s_own_way_of_moving_goes_over_its_tensors() -> None:
+    seen: list[torch.Size] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))._apply(note)
+    assert torch.Size([3, 2]) in seen
+    assert torch.Size([]) in seen  # a buffer
+
+
+@pytest.mark.parametrize(
+    "module", [torch.nn.MultiheadAttention(4, 2), torch.nn.Transformer(4, 2, 1, 1, 4, batch_first=True)]
+)
+def test_modules_without_a_public_way_of_initial_values_have_one(module: torch.nn.Module) -> None:
+    before = [each.clone() for each in module.parameters()]
+    vars_of_class: Any = module
+    vars_of_class._reset_parameters()
+    assert any(not old.equal(new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+def test_models_of_transformers_say_how_they_begin_and_what_older_files_hold() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.PreTrainedModel
+    assert callable(model._init_weights)
+    assert model._keys_to_ignore_on_load_unexpected is None
+
+
+def test_hooks_of_accelerate_stand_on_the_module() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    module: Any = torch.nn.Linear(2, 2)
+    hooks.add_hook_to_module(module, hooks.AlignDevicesHook(offload=True))
+    assert module._hf_hook.offload

@@ -294,7 +294,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
         with place, torch.device("cpu"), self.precision_plugin.tensor_init_context():
             yield
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - Lightning's
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Make a step's forward, and tell the progress bar how full the tiers are then."""
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -345,7 +345,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
         self,
         checkpoint: dict[str, Any],
         filepath: str | Path,
-        storage_options: Any | None = None,  # noqa: ANN401 - Lightning's
+        storage_options: Any | None = None,
     ) -> None:
         """Write a checkpoint: a local file one bundle at a time, others as Lightning does."""
         if self._run is None or not self._streams:

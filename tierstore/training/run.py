@@ -293,7 +293,7 @@ class Offload:
         Raises:
             UsageError: it holds sparse, quantised or nested tensors, or such as ``torch.save`` alone writes;
                 nothing was written.
-            AttributeError, TypeError, PicklingError: it cannot be pickled; nothing was written.
+            AttributeError, TypeError, pickle.PicklingError: it cannot be pickled; nothing was written.
             OSError: the file system failed; a former file is unharmed.
         """
         self._require_here()

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tierstore import CapacityError, UsageError
-from tierstore.integrations.transformers.runs import Options, TrainerRun
+from tierstore.integrations.transformers.runs import TrainerOptions, TrainerRun
 from tierstore.training import Offload
 from tierstore.training.given import Config
 
@@ -37,7 +37,7 @@ class TierstoreCallback(TrainerCallback):
     """
 
     def __init__(
-        self, config: Config = None, *, beside: Sequence[nn.Module] = (), **options: Unpack[Options]
+        self, config: Config = None, *, beside: Sequence[nn.Module] = (), **options: Unpack[TrainerOptions]
     ) -> None:
         self._runs = TrainerRun(config, options)
         self._beside = tuple(beside)

@@ -35,7 +35,7 @@ log = logging.getLogger("tierstore")
 _STEP = "global_step"  # in what a checkpoint of the tiers keeps beside the state of training
 
 
-class Options(TypedDict, total=False):
+class TrainerOptions(TypedDict, total=False):
     """What `offload` takes beside the model, the optimizer and the configuration."""
 
     weights: str | Path | None
@@ -60,7 +60,7 @@ class TrainerRun:
         TypeError: `offload` takes no such option.
     """
 
-    def __init__(self, config: Config, options: Options) -> None:
+    def __init__(self, config: Config, options: TrainerOptions) -> None:
         inspect.signature(offload).bind(None, None, config, **options)
         self._settings, _ = settings_of(config)
         self._config = config
@@ -160,7 +160,7 @@ class TrainerRun:
         models: Sequence[nn.Module],
         optimizers: tuple[torch.optim.Optimizer, ...],
         config: Config,
-        options: Options,
+        options: TrainerOptions,
     ) -> None:
         one_or_all = models[0] if len(models) == 1 else tuple(models)
         self._is_told = False

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from tierstore import UsageError
 from tierstore.integrations.transformers.callback import TierstoreCallback, refuse_arguments
-from tierstore.integrations.transformers.runs import Options
+from tierstore.integrations.transformers.runs import TrainerOptions
 from tierstore.training.given import Config
 
 AnyTrainerT = TypeVar("AnyTrainerT", bound=Trainer)
@@ -24,7 +24,7 @@ _REFERENCE = "ref_model"  # the model that TRL's trainers compare with
 
 
 def offloading(
-    trainer: type[AnyTrainerT], config: Config = None, **options: Unpack[Options]
+    trainer: type[AnyTrainerT], config: Config = None, **options: Unpack[TrainerOptions]
 ) -> type[AnyTrainerT]:
     """Return a trainer class whose models are offloaded.
 
