@@ -268,8 +268,9 @@ class _Cast:
         """Return one entry of a parameter's state."""
         if not isinstance(value, torch.Tensor):
             return value
-        whole = whole_of(value) or original_of(value)
-        value = value if whole is None else whole
+        for one_with in (whole_of, original_of):
+            whole = one_with(value)
+            value = value if whole is None else whole
         guarded_tensor = guard.guarded_tensor_of(parameter)
         if value.dim() == 0 or guarded_tensor is None or id(value) in self._shared:
             own = copy.deepcopy(value, self._memo) if id(value) in self._shared else value
