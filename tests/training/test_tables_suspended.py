@@ -207,13 +207,14 @@ def test_dirty_rows_that_have_no_room_are_refused_before_anything_moves(tmp_path
     trial = begin("three", tmp_path, more={"offload_disk_size": "200KB", "offload_cpu_size": "512KB"})
     with run_of(trial) as run:
         step(trial, 60.0)
-        where = {key: run.store.where(key) for key in run.store}
+        # A value that crossed goes when the copy of it has ended, which may be a moment after the step.
+        where = {key: run.store.where(key) for key in run.store if not key.startswith("cross/")}
         beside_bytes = sum(run.store.spec(key).nbytes for key in where if key not in FRAMES)
         dirty_bytes = sum(each.dirty_pages * 4096 for each in run.stats().tables.values())
         assert beside_bytes < 200 << 10 < beside_bytes + dirty_bytes
         with pytest.raises(CapacityError, match=r"run\.suspend\(to='disk'\) has to put .* into disk"):
             run.suspend("disk")
-        assert where == {key: run.store.where(key) for key in run.store}
+        assert where == {key: run.store.where(key) for key in run.store if not key.startswith("cross/")}
         step(trial, 60.0)
 
 
