@@ -422,7 +422,7 @@ CHANGES = (
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@pytest.mark.parametrize("layout", ["disk", "three"])
+@pytest.mark.parametrize("layout", [pytest.param("disk", marks=pytest.mark.long), "three"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", _all_but_lists_in_ci(RETYPED))
 def test_a_step_is_refused_for_state_of_another_type_or_shape_or_expanded(

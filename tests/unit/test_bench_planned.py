@@ -210,7 +210,15 @@ def _machine() -> Machine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", planned.QUESTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("planned-bytes", "planned-step", "planned-405b")
+        else pytest.param(name, marks=pytest.mark.long)
+        for name in planned.QUESTIONS
+    ],
+)
 def test_each_question_yields_its_figure_with_details(name: str, tmp_path: Path) -> None:
     try:
         figure = planned.QUESTIONS[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
