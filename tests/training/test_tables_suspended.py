@@ -207,7 +207,7 @@ def test_dirty_rows_that_have_no_room_are_refused_before_anything_moves(tmp_path
     trial = begin("three", tmp_path, more={"offload_disk_size": "200KB", "offload_cpu_size": "512KB"})
     with run_of(trial) as run:
         step(trial, 60.0)
-        # A value that crossed goes when the copy of it has ended, which may be a moment after the step.
+        # A value that crossed goes at the first sweep at which nobody refers to it: suspending is one, too.
         where = {key: run.store.where(key) for key in run.store if not key.startswith("cross/")}
         beside_bytes = sum(run.store.spec(key).nbytes for key in where if key not in FRAMES)
         dirty_bytes = sum(each.dirty_pages * 4096 for each in run.stats().tables.values())

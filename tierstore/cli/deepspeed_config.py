@@ -31,7 +31,7 @@ _WHOLE_STAGE = 3
 
 _UNKNOWN = "no offloading is in it that is known here"
 _PLANNED = "what is needed next is known from the first step on, and fetched ahead of it by the plan"
-_SHARDS = "tierstore divides no states over processes"
+_SHARDS = "tierstore divides no states over processes; offload() takes what FSDP2's fully_shard has divided"
 _LOOP = "your loop's, as in plain PyTorch"
 _OPTIMIZER = f"{_LOOP}: make one of torch.optim's, and give it to offload()"
 _SCHEDULER = f"{_LOOP}: torch.optim.lr_scheduler works on the optimizer that offload() was given"

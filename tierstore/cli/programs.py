@@ -90,7 +90,7 @@ def _told_of_the_run(program: Program) -> Program:
         return program
     grouped = (
         "small modules travel together as where the run was recorded; under another quota of the first tier "
-        "a run may group them otherwise, and move up to a sixth more or less"
+        "a run may group them otherwise, and move more or less"
     )
     program = replace(program, assumptions=(*program.assumptions, grouped))
     if not program.compute_s:

@@ -1,6 +1,6 @@
 """What a run's metrics are called in a log of training: scalars for a tracker, without labels.
 
-For those who integrate a framework: `scalars` is the one function that their callbacks call when they log.
+`scalars` is for whoever logs: `tierstore.integrations.tensorboard` does, and a callback of your own may.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from tierstore import UsageError
+from tierstore.formats.safetensors_files import TensorSource
 from tierstore.training import Offload, offload
 from tierstore.training.activations.config.layers import Names
 from tierstore.training.checkpoints.resumed import found_in
@@ -38,7 +39,7 @@ _STEP = "global_step"  # in what a checkpoint of the tiers keeps beside the stat
 class TrainerOptions(TypedDict, total=False):
     """What `offload` takes beside the model, the optimizer and the configuration."""
 
-    weights: str | Path | None
+    weights: str | Path | TensorSource | None
     resume: bool
     layers: Names
     ignored: Sequence[str]
