@@ -94,6 +94,7 @@ def _new_bar(doing: str, total: int | None, unit: str) -> tqdm[Any]:
     from tqdm import tqdm
 
     is_bytes = unit == "B"
+    columns, lines = _screen()
     return tqdm(
         total=total,
         desc=doing,
@@ -103,7 +104,21 @@ def _new_bar(doing: str, total: int | None, unit: str) -> tqdm[Any]:
         delay=DELAY_S,
         file=sys.stderr,
         leave=False,
+        ncols=columns,
+        nrows=lines,
     )
+
+
+def _screen() -> tuple[int, int] | tuple[None, None]:
+    """Return the columns and lines to draw in, or two times ``None`` where tqdm sees for itself.
+
+    A terminal that nobody sized says that it has none, and tqdm draws nothing into that.
+    """
+    try:
+        size = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):  # not a terminal
+        return None, None
+    return (None, None) if size.columns and size.lines else (80, 24)
 
 
 def progress(items: Iterable[T], sizes: Sequence[int], doing: str, unit: str = "B") -> Iterator[T]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from tests import target
 from tests.training import twins
 from tests.training.twins import Optimizer, Trial, config_of
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import offload
+from tierstore.training import Offload, offload
 
 WIDTH = 16
 
@@ -409,3 +411,18 @@ def assert_confined(trial: Trial, case: Case) -> None:
     for key in {*own, *states, *(f"grad/{name}" for name in on_host)}.intersection(store):
         assert "device" not in store.where(key), key
         assert not any("device" in each for each in store.story(key)), store.story(key)
+
+
+def assert_nothing_crosses(run: Offload) -> None:
+    """Make sure that of what has crossed nothing is left but what somebody refers to, which nobody does.
+
+    A value goes at the first sweep at which nobody refers to it.  A thread of autograd may have the last one
+    for a moment after the step.
+    """
+    assert run._session is not None
+    until = time.monotonic() + 10
+    while left := [key for key in run.store if key.startswith("cross/")]:
+        assert time.monotonic() < until, left
+        gc.collect()
+        run._session.link.sweep()
+        time.sleep(0.01)

@@ -18,6 +18,7 @@ from tests.training.host_models import (
     Case,
     Moved,
     assert_confined,
+    assert_nothing_crosses,
     assert_same_placed,
     place_plainly,
     trial_of,
@@ -126,7 +127,8 @@ def test_swapped_and_recomputed_the_bits_are_the_same(
             _Moving.train(ours)
         run.store.check()
         assert_confined(ours, case)
-        assert not [key for key in run.store if key.startswith(("activation/", "cross/"))]
+        assert_nothing_crosses(run)
+        assert not [key for key in run.store if key.startswith("activation/")]
     assert_same(plain, ours)
     told = [each for each in caplog.messages if "compute on the host" in each]
     assert len(told) == (swap != "no swap")
@@ -409,5 +411,5 @@ def test_a_full_host_is_told_with_numbers(tmp_path: Path) -> None:
     with offload(trial.model, None, config_of("device", tmp_path, small), placement=case.patterns) as run:
         with pytest.raises(CapacityError, match="offload_cpu_size"):
             trial.model(torch.zeros(1024, WIDTH))
-        assert not [key for key in run.store if key.startswith("cross/")]
+        assert_nothing_crosses(run)
         trial.model(torch.zeros(2, WIDTH))
