@@ -52,8 +52,13 @@ _LARGE_GRID = 16  # cases of one test, each in several layouts
 
 _SIMULATE = "--simulate-accelerator"
 _ON_ACCELERATOR = "--on-accelerator"
-_NEEDS_SIMULATION = Path(__file__).parent / "accelerator"
-_TRAINING = Path(__file__).parent / "training"
+_TESTS = Path(__file__).parent
+_NEEDS_SIMULATION = _TESTS / "accelerator"
+_TRAINING = _TESTS / "training"
+_SAMPLED = frozenset(
+    {"conformance", "fault", "integrations", "training"}
+)  # the other folders are tried as a whole
+_ALWAYS_TRIED = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -157,21 +162,43 @@ def _tried_layouts(layouts: list[str], number: int, cases: int) -> list[str]:
     return layouts
 
 
+def _cases_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what CI leaves out of grids: of a test of many cases it tries a few and every third of the rest.
+
+    Which ones is decided by the names, so that it is the same each time; `make test` tries all.
+    """
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _SAMPLED.intersection(item.path.relative_to(_TESTS).parts[:1]):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in grids.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out.update(item for n, item in enumerate(cases[_ALWAYS_TRIED:]) if n % 3)
+    return left_out
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give the long profile time, and leave out what needs an accelerator, or another one, than there is."""
     if target.accelerator is not None:
-        left_out = [item for item in items if not _is_for_an_accelerator(item)]
-        items[:] = [item for item in items if _is_for_an_accelerator(item)]
-        config.hook.pytest_deselected(items=left_out)
-    elif _PROFILE == "ci":
-        untried = _layouts_left_out(items)
-        items[:] = [item for item in items if item not in untried]
-        config.hook.pytest_deselected(items=list(untried))
+        _leave_out(config, items, {item for item in items if not _is_for_an_accelerator(item)})
+    if _PROFILE == "ci":
+        if target.accelerator is None:
+            _leave_out(config, items, _layouts_left_out(items))
+        _leave_out(config, items, _cases_left_out(items))
     if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT_S), append=False)
-    if torch.accelerator.is_available():
-        return
+    if not torch.accelerator.is_available():
+        _skip_what_needs_one(items)
+
+
+def _skip_what_needs_one(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="no torch accelerator on this machine")
     for item in items:
         if item.get_closest_marker("gpu") is not None:

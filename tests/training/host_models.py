@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -425,4 +426,4 @@ def assert_nothing_crosses(run: Offload) -> None:
         assert time.monotonic() < until, left
         gc.collect()
         run._session.link.sweep()
-        time.sleep(0.01)
+        threading.Event().wait(0.01)

@@ -213,9 +213,7 @@ def _machine() -> Machine:
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("planned-bytes", "planned-step", "planned-405b")
-        else pytest.param(name, marks=pytest.mark.long)
+        name if name == "planned-step" else pytest.param(name, marks=pytest.mark.long)
         for name in planned.QUESTIONS
     ],
 )
