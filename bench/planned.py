@@ -47,13 +47,11 @@ from tierstore.planning import Placement, Program
 from tierstore.planning.machine import ComputeFigures, Machine
 from tierstore.planning.machine_text import machine_from_yaml
 from tierstore.planning.roofline import roofline
-from tierstore.planning.rules import small_bytes
 from tierstore.planning.searching import Choice, Levers, search, todays
 from tierstore.planning.searching.alternatives import AHEADS, HIGHS
 from tierstore.planning.simulating import simulate
 from tierstore.planning.timeline import StepTotals
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training.bundles.grouping import SMALL_BYTES
 from tierstore.training.tracing import Grouping, Inputs, trace_model
 
 MIB = 1024**2
@@ -205,7 +203,7 @@ def traced(model: PlannedModel, quota_bytes: int) -> Program:
         assert isinstance(inputs, tuple)
         return model.loss(module, inputs)
 
-    grouping = Grouping(min(SMALL_BYTES, small_bytes(quota_bytes)))
+    grouping = Grouping(left_bytes=quota_bytes)
     return trace_model(model.build, loss=loss, grouping=grouping)
 
 

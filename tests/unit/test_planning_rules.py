@@ -151,7 +151,12 @@ def test_what_the_rules_decide_is_never_refused() -> None:
 
 
 def test_small_bundles_are_joined_below_a_part_of_what_is_left() -> None:
-    assert [small_bytes(left) for left in (0, 63, 64, 64 * MIB)] == [0, 0, 1, MIB]
+    assert [small_bytes(left, 1024 * MIB) for left in (0, 63, 64, 64 * MIB)] == [0, 0, 1, MIB]
+
+
+def test_where_a_quarter_of_the_model_is_left_the_model_says_which_are_joined() -> None:
+    assert {small_bytes(left * MIB, 64 * MIB) for left in (16, 17, 64, 1024)} == {MIB // 4}
+    assert small_bytes(15 * MIB, 64 * MIB) < MIB // 4
 
 
 # ---------------------------------------------------------------------- a placement that is given

@@ -14,10 +14,8 @@ from tierstore.cli.text_files import read_text
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config.document import load
 from tierstore.errors import UsageError
-from tierstore.planning.rules import small_bytes
 from tierstore.quoting import quoted
 from tierstore.training.activations import Sections, read_sections, section_values
-from tierstore.training.bundles.grouping import SMALL_BYTES
 from tierstore.training.tracing import Grouping
 from tierstore.units import parse_bytes
 
@@ -86,7 +84,7 @@ def model_wish(options: argparse.Namespace, settings: OffloadConfig, fastest_byt
         dtype=options.dtype,
         optimizer=options.optimizer,
         grouping=Grouping(
-            min(SMALL_BYTES, small_bytes(fastest_bytes)), None if smallest is None else parse_bytes(smallest)
+            buffer_min_bytes=None if smallest is None else parse_bytes(smallest), left_bytes=fastest_bytes
         ),
     )
 

@@ -25,7 +25,7 @@ from tierstore.errors import ConfigError
 from tierstore.planning.homes import CPU, DEVICE, BundleHomes, Home, Stashing
 from tierstore.planning.placement import Placement, pins_in
 from tierstore.quoting import listed, named, quoted
-from tierstore.units import format_bytes
+from tierstore.units import KIB, format_bytes
 
 HOST = "host"
 DISK = "disk"
@@ -33,6 +33,10 @@ AHEAD = 0.25
 """The share of a tier that may be ahead of its use."""
 
 _SMALL_SHARE = 64  # bundles below this part of what is left of the fastest tier are worth joining
+_MODEL_SHARE = (
+    256  # and below this part of the model: the same ones whatever is left, if that is a quarter of it
+)
+_ALWAYS_SMALL = 16 * KIB  # of a model however small
 _TIER_OF = {"cpu": HOST, "disk": DISK}
 _MOST_FAULTS = 32
 
@@ -127,9 +131,18 @@ class RunFacts:
         return self.has_device or not self.fits
 
 
-def small_bytes(left_bytes: int) -> int:
-    """Return below which size bundles are joined, where so much is left of the fastest tier."""
-    return left_bytes // _SMALL_SHARE
+def small_bytes(left_bytes: int | None, model_bytes: int) -> int:
+    """Return below which size bundles are joined.
+
+    Where a quarter of the model's bytes is left it depends on the model alone: what was recorded under one
+    quota then has the keys that a run under another one has.
+
+    Args:
+        left_bytes: of the fastest tier; ``None``: enough.
+        model_bytes: of all parameters.
+    """
+    of_model = max(_ALWAYS_SMALL, model_bytes // _MODEL_SHARE)
+    return of_model if left_bytes is None else min(left_bytes // _SMALL_SHARE, of_model)
 
 
 def place(facts: RunFacts) -> Placement:

@@ -374,7 +374,8 @@ def _groups(
     fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
     ignored, pinned = selection.ignored, selection.pinned
     left_bytes = max(0, fastest_bytes - beside_bytes(store.device, _taken_in(model, optimizers, ignored)))
-    small_bytes = min(SMALL_BYTES, rules.small_bytes(left_bytes))
+    model_bytes = sum(each.nbytes for each in model.parameters() if each not in ignored)
+    small_bytes = min(SMALL_BYTES, rules.small_bytes(left_bytes, model_bytes))
     parameters = group_parameters(
         model,
         optimizers,

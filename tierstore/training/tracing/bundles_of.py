@@ -11,6 +11,7 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Datum
 from tierstore.planning.fingerprints import fingerprint
+from tierstore.planning.rules import small_bytes
 from tierstore.training.activations.config.layers import Names, find_layers
 from tierstore.training.bundles.grouping import SMALL_BYTES, Content, Group, group_parameters
 from tierstore.training.bundles.layout import lay_out
@@ -24,17 +25,21 @@ class Grouping:
     """What decides which tensors travel together.
 
     Attributes:
-        small_bytes: modules below it travel with others of the same parent; a run takes less where it has
-            little room.
+        small_bytes: modules below it travel with others of the same parent; small models take less, by
+            `tierstore.planning.rules.small_bytes`.
         buffer_min_bytes: what a buffer takes at least that travels; ``None``: none does.
+        left_bytes: the room of the fastest tier: with little of it they take less, too; ``None``: enough.
     """
 
     small_bytes: int = SMALL_BYTES
     buffer_min_bytes: int | None = MIB
+    left_bytes: int | None = None
 
     def __call__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[Group]:
         """Return the groups of a model: of parameters, then of buffers."""
-        parameters = group_parameters(model, optimizers, self.small_bytes)
+        model_bytes = sum(each.nbytes for each in model.parameters())
+        most_bytes = min(self.small_bytes, small_bytes(self.left_bytes, model_bytes))
+        parameters = group_parameters(model, optimizers, most_bytes)
         return [*parameters, *group_buffers(model, self.buffer_min_bytes)]
 
 
