@@ -30,8 +30,10 @@ from tests.training.twins import (
     config_of,
 )
 from tierstore.errors import CapacityError
+from tierstore.planning import rules
 from tierstore.training import offload
 from tierstore.training.session import Session
+from tierstore.units import MIB
 
 # ---------------------------------------------------------------------- going on
 
@@ -174,14 +176,18 @@ def test_another_configuration_goes_on_from_the_checkpoint(
     assert_ends_alike(uninterrupted(5), third, run)
 
 
-def test_bundles_that_are_cut_differently_are_read_and_put_anew(tmp_path: Path) -> None:
-    large = {"offload_cpu_size": "640MB"}  # small modules travel together up to a share of it
+def test_bundles_that_are_cut_differently_are_read_and_put_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, large = rules._ALWAYS_SMALL, {"offload_cpu_size": "640MB"}
+    monkeypatch.setattr(rules, "_ALWAYS_SMALL", MIB)  # as another version may have it
     first, run = begin("disk", tmp_path, more=large)
     torch.manual_seed(1)
     some_steps(first, 2)
     run.checkpoint()
     together = {key for key in run.store if key.startswith("param/")}
     run.close()
+    monkeypatch.setattr(rules, "_ALWAYS_SMALL", usual)
     second, run = begin("disk", tmp_path, seed=9)
     apart = {key for key in run.store if key.startswith("param/")}
     assert len(apart) > len(together)
@@ -189,6 +195,7 @@ def test_bundles_that_are_cut_differently_are_read_and_put_anew(tmp_path: Path) 
     some_steps(second, 1)
     run.checkpoint()
     run.close()
+    monkeypatch.setattr(rules, "_ALWAYS_SMALL", MIB)
     third, run = begin("disk", tmp_path, 7, large)
     assert {key for key in run.store if key.startswith("param/")} == together
     some_steps(third, 2)
