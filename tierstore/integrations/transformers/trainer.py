@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from tierstore import UsageError
+from tierstore import CapacityError, UsageError
 from tierstore.integrations.transformers.callback import TierstoreCallback, refuse_arguments
 from tierstore.integrations.transformers.runs import TrainerOptions
 from tierstore.training.given import Config
@@ -21,6 +21,10 @@ from tierstore.training.given import Config
 AnyTrainerT = TypeVar("AnyTrainerT", bound=Trainer)
 
 _REFERENCE = "ref_model"  # the model that TRL's trainers compare with
+_WRAPS_ITSELF = (
+    "The Trainer puts the model into DistributedDataParallel by itself: raise max_device_memory, start fewer "
+    "processes, or write the loop yourself, with run.average_gradients()."
+)
 
 
 def offloading(
@@ -98,6 +102,10 @@ class _OffloadingTrainer(Trainer):
         try:
             with self.tierstore:
                 return super().train(*args, **kwargs)
+        except CapacityError as error:
+            if "DistributedDataParallel" in str(error):
+                error.add_note(_WRAPS_ITSELF)
+            raise
         finally:
             self._trains = False
 
@@ -105,6 +113,8 @@ class _OffloadingTrainer(Trainer):
         """See `Trainer`.  What is prepared stays where it is; inputs are moved by the Trainer itself."""
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
+        if self.accelerator.ddp_handler is not None:  # the same bits, and gradients are there once, not twice
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """See `Trainer.create_optimizer`.  In training what it trains is offloaded then."""
