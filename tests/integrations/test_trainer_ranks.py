@@ -67,3 +67,8 @@ def test_gradients_that_do_not_fit_together_are_refused_with_what_a_trainer_can_
         assert each["refused"]["small"].startswith("DistributedDataParallel needs ")
         assert "gradient_as_bucket_view" not in each["refused"]["small"]
         assert "The Trainer puts the model into DistributedDataParallel" in each["refused"]["small"]
+
+
+def test_fsdp_of_the_trainers_is_refused_with_the_argument_to_leave_out(found: Found) -> None:
+    for each in found:
+        assert each["refused"]["fsdp"].startswith("TrainingArguments(fsdp=...) has parameters moved by fsdp")

@@ -77,6 +77,7 @@ def refused_in(folder: Path) -> Mapping[str, str]:
     return {
         "callback": _refused(tiny.makers(config, "callback"), folder),
         "small": _refused(tiny.makers(small, "class"), folder),
+        "fsdp": _refused(tiny.makers(config, "class"), folder, fsdp=True),
     }
 
 
@@ -138,13 +139,13 @@ def _stopping(step: int) -> Any:
     return Stopping()
 
 
-def _refused(make: tiny.Make, folder: Path) -> str:
+def _refused(make: tiny.Make, folder: Path, **told: Any) -> str:
     """Return what a Trainer says, with the notes."""
     from tierstore.errors import TierStoreError
 
-    trainer = make(model=tiny.model_of("llama"), args=tiny.arguments(folder), train_dataset=tiny.rows(8, 1))
+    arguments = tiny.arguments(folder, **told)
     try:
-        trainer.train()
+        make(model=tiny.model_of("llama"), args=arguments, train_dataset=tiny.rows(8, 1)).train()
     except TierStoreError as error:
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
     return "nothing"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, Unpack
@@ -15,6 +16,8 @@ from tierstore import CapacityError, UsageError
 from tierstore.integrations.transformers.runs import TrainerOptions, TrainerRun
 from tierstore.training import Offload
 from tierstore.training.given import Config
+
+_TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads a variable
 
 
 class TierstoreCallback(TrainerCallback):
@@ -105,10 +108,16 @@ class TierstoreCallback(TrainerCallback):
             UsageError: something cannot be offloaded, or would not be right; the message says what to change.
             CapacityError: it does not fit.
         """
+        _refuse_several_devices(models[0])
         self._runs.open(models, optimizer, training, goes_on=goes_on)
 
     def evaluating(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which models are offloaded, in a run of their own if none is open for them."""
+        """Return a context in which models are offloaded, in a run of their own if none is open for them.
+
+        Raises:
+            UsageError: layers compute on several devices.
+        """
+        _refuse_several_devices(models[0])
         return self._runs.evaluating(models)
 
     # --- what every Trainer tells -----------------------------------------------------------------
@@ -168,16 +177,39 @@ def refuse_arguments(args: TrainingArguments) -> None:
         UsageError: it says which argument, and what to do.
     """
     for name in ("deepspeed", "fsdp"):
+        variable = f"ACCELERATE_USE_{name.upper()}"  # of accelerate launch
         if getattr(args, name, None):
-            raise UsageError(
-                f"TrainingArguments({name}=...) has parameters moved by {name}, and tierstore would as well. "
-                f"Leave {name} out, or tierstore."
-            )
+            where = f"TrainingArguments({name}=...)"
+        elif os.environ.get(variable, "").lower() in _TRUE:
+            where = f"accelerate launch ({variable})"
+        else:
+            continue
+        raise UsageError(
+            f"{where} has parameters moved by {name}, and tierstore would as well. Leave {name} out, or "
+            "tierstore."
+        )
     if args.n_gpu > 1:
         raise UsageError(
             f"the Trainer sees {args.n_gpu} devices in one process and puts the model into DataParallel, "
             "which copies all parameters to each of them in every step. Start one process for each device "
             "with torchrun, or let it see one: CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def _refuse_several_devices(model: nn.Module) -> None:
+    """Raise where layers compute on several devices.
+
+    Raises:
+        UsageError: it says what to do.
+    """
+    placed: object = getattr(model, "hf_device_map", None)
+    devices = {str(each) for each in placed.values()} if isinstance(placed, Mapping) else set()
+    devices -= {"cpu", "disk", "meta"}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the {type(model).__name__} was loaded with a device_map over {', '.join(sorted(devices))}: its "
+            "layers would be given inputs there, and tierstore computes on one device. Load it without "
+            "device_map=...: from_pretrained(path)."
         )
 
 

@@ -123,6 +123,21 @@ class _OffloadingTrainer(Trainer):
             self._begin(goes_on=self.state.global_step > 0)
         return optimizer
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `Trainer.training_step`.  To `auto_find_batch_size` one that does not fit is out of memory.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit, and a smaller one will be tried.
+            CapacityError: it does not fit.
+        """
+        try:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        except CapacityError as error:
+            if self.args.auto_find_batch_size and self._train_batch_size > 1:
+                raise torch.OutOfMemoryError(f"The tiers are out of memory. {error}") from error
+            raise
+        return loss
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer.evaluation_loop`.  Outside of training it has a run of its own."""
         with self.tierstore.evaluating(self._models()):
