@@ -231,6 +231,60 @@ def test_a_run_that_does_not_fit_into_memory_stays_open_and_can_be_saved(
     assert saved.keys() == trainer.model.state_dict().keys()
 
 
+@pytest.mark.parametrize("layout", ["disk", "three"])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_model_that_does_not_fit_is_trained_after_it_was_evaluated(
+    has_weights: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(config: Any, path: Path) -> tiny.Trained:
+        model: Any = tiny.model_of("llama" if has_weights else "tied")
+        options: dict[str, Any] = {}
+        if has_weights and config is not None:
+            model.save_pretrained(tmp_path / "model")
+            options["weights"], model = tmp_path / "model", tiny.without_values()
+        trainer = tiny.makers(config, "class", **options)(
+            model=model,
+            args=tiny.arguments(path, max_steps=2, eval_strategy="steps", eval_steps=1),
+            train_dataset=tiny.rows(8, 1),
+            eval_dataset=tiny.rows(4, 2),
+        )
+        told = [trainer.evaluate()["eval_loss"], trainer.predict(tiny.rows(3, 3)).metrics["test_loss"]]
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(1.5)  # what was written meanwhile counts
+        told.append(trainer.evaluate()["eval_loss"])
+        if config is not None:
+            assert not _ordinary(trainer.model)
+        trainer.train()
+        told.append(trainer.evaluate()["eval_loss"])
+        if config is not None:
+            room[:] = [host_room._FreeMemory("the machine", 2**40, 0)]
+            trainer.tierstore.close()
+        found = tiny.outcome_of(trainer, path)
+        return tiny.Trained([{"told": told}, *found.logged], found.tensors, found.files)
+
+    plain = trained(None, tmp_path / "plain")
+    room = [host_room._FreeMemory("the machine", 0, 0)]
+    monkeypatch.setattr(host_room, "_rooms", lambda *_: iter(room))
+    ours = trained(tiny.config_of(layout, tmp_path), tmp_path / "ours")
+    assert tiny.differences(plain, ours) == []
+    assert not [*(tmp_path / "tiers").glob("handed-over-*")]
+
+
+def test_where_a_training_stays_open_another_trainer_of_the_model_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_room, "_rooms", lambda *_: iter([host_room._FreeMemory("the machine", 0, 0)]))
+    make = tiny.makers(tiny.config_of("three", tmp_path), "class")
+    given = {"model": tiny.model_of("llama"), "train_dataset": tiny.rows(8, 1)}
+    first = make(args=tiny.arguments(tmp_path, max_steps=1), **given)
+    first.train()
+    second = make(args=tiny.arguments(tmp_path, max_steps=1), **given)
+    with pytest.raises(UsageError, match=r"save_model\(path\).*close\(restore=False\).*weights=path"):
+        second.train()
+    first.train()
+    assert first.state.global_step == 1
+
+
 # ---------------------------------------------------------------------- several of them
 
 

@@ -3,7 +3,8 @@
 1. There is one run at a time.  What is asked for again, of the same models and optimizers, is the one that
    is open: a training that an exception has ended goes on with it.
 2. A run ends when training does, unless its bytes do not fit into memory: it stays open then, as the trained
-   values would be lost otherwise, and is closed by whoever has saved them.
+   values would be lost otherwise, and is closed by whoever has saved them.  One that has only computed hands
+   its values over to the next, through a file beside the tiers.
 3. A trainer that goes on from a checkpoint of its own is right, and no checkpoint of the tiers is: training
    begins with what the trainer has loaded.  A trainer that begins anew beside a checkpoint of the tiers is
    refused: it would train a second time what is trained already.
@@ -16,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import shutil
+import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TypedDict
 
 import torch
@@ -28,6 +31,7 @@ from tierstore import UsageError
 from tierstore.formats.safetensors_files import TensorSource
 from tierstore.training import Offload, offload
 from tierstore.training.activations.config.layers import Names
+from tierstore.training.checkpoints.files import MODEL
 from tierstore.training.checkpoints.resumed import found_in
 from tierstore.training.given import Config, for_evaluation, optimizers_of, settings_of
 
@@ -120,7 +124,6 @@ class TrainerRun:
         self._training = weakref.ref(training)
         if self.run is not None and optimizers == self._optimizers and set(models) <= set(self._models):
             return
-        self._take_place_of_others(models)
         options = self._options.copy()
         if self._settings.is_on and self._settings.durable and not goes_on and options.get("resume", True):
             self._refuse_to_train_twice(models, optimizers)
@@ -128,7 +131,8 @@ class TrainerRun:
             options["resume"] = False
             if not any(each.is_meta for each in models[0].parameters()):
                 options["weights"] = None  # the checkpoint's values are there already
-        self._open(models, optimizers, self._config, options)
+        with self._taking_place(models) as handed:
+            self._open(models, optimizers, self._config, {**options, **handed})
 
     @contextlib.contextmanager
     def evaluating(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -143,12 +147,12 @@ class TrainerRun:
         if self.run is not None and set(models) <= set(self._models):
             yield
             return
-        self._take_place_of_others(models)
         options = self._options.copy()
         options.pop("layers", None)
         if not any(each.is_meta for each in models[0].parameters()):
             options["weights"] = None
-        self._open(models, (), for_evaluation(self._settings), options)
+        with self._taking_place(models) as handed:
+            self._open(models, (), for_evaluation(self._settings), {**options, **handed})
         try:
             yield
         except BaseException as error:
@@ -170,11 +174,57 @@ class TrainerRun:
         for model in models:
             _noted[model] = weakref.ref(self)
 
-    def _take_place_of_others(self, models: Sequence[nn.Module]) -> None:
-        """End the run that is there, and those that former trainers have left open on these models."""
-        self.end()
-        for other in _others(self, models):
-            other.end()
+    @contextlib.contextmanager
+    def _taking_place(self, models: Sequence[nn.Module]) -> Iterator[TrainerOptions]:
+        """End the run that is there, and those that former trainers have left open on these models.
+
+        Returns:
+            a context to open the next run in, with what that has to be given.
+
+        Raises:
+            UsageError: one does not fit into memory and has trained.
+        """
+        handed: TrainerOptions = {}
+        folder: Path | None = None
+        for each in (self, *_others(self, models)):
+            each.end()
+            if each.run is not None:
+                each._refuse_to_lose(models)  # noqa: SLF001 - another of the same class
+                folder = each._hand_over()  # noqa: SLF001
+                handed = {"weights": folder / "values" / MODEL}
+        try:
+            yield handed
+        except BaseException as error:
+            if folder is not None:
+                error.add_note(f"The values of the model are in {str(handed['weights'])!r}.")
+            raise
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _refuse_to_lose(self, models: Sequence[nn.Module]) -> None:
+        """Raise if the run that is open has more than values of these models."""
+        if self._optimizers or tuple(models) != self._models:
+            raise UsageError(
+                f"the run of a former training of this {type(models[0]).__name__} is still open, as what it "
+                "has does not fit into memory. Save the model with save_model(path) of its Trainer, let go "
+                "of it with close(restore=False) of its TierstoreCallback, and pass weights=path beside the "
+                "configuration; or go on with that Trainer."
+            )
+
+    def _hand_over(self) -> Path:
+        """Close the run; return the folder of a file with the values that it had."""
+        assert self.run is not None
+        given = self._settings.offload_path
+        place = Path(given if isinstance(given, str | PurePath) else given[0])
+        place.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="handed-over-", dir=place))
+        try:
+            self.run.save(folder / "values")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.close(restore=False)
+        return folder
 
     def _refuse_to_train_twice(
         self, models: Sequence[nn.Module], optimizers: tuple[torch.optim.Optimizer, ...]
@@ -231,9 +281,10 @@ class TrainerRun:
         if why is not None and not self._is_told:
             self._is_told = True
             log.warning(
-                "training has ended, and the run stays open, as its parameters, gradients and optimizer "
+                "%s has ended, and the run stays open, as its parameters, gradients and optimizer "
                 "state do not fit into memory with room to spare: %s. The model can be used and saved as it "
                 "is; afterwards close(restore=False) of the callback lets go of all of it.",
+                "training" if self._optimizers else "the evaluation",
                 why,
             )
         return why is not None
