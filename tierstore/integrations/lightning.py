@@ -5,7 +5,8 @@
 2. Each of ``fit``, ``validate``, ``test`` and ``predict`` is one run.  It ends with the call, however that
    ends: the model is ordinary again then, or released, as ``on_close`` says.
 3. Checkpoints are Lightning's own files, made by its own callbacks, and plain Lightning reads them.
-4. One process on one device: others are refused when the Trainer is made.
+4. The Trainer's loggers are told the run's metrics every ``log_every_n_steps`` steps.
+5. One process on one device: others are refused when the Trainer is made.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tierstore import callers
 from tierstore.config import OffloadConfig, document
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import TensorSource
+from tierstore.integrations.logged import scalars
 from tierstore.training import Offload, offload, processes, without_values
 from tierstore.training.bundles.placeholders import has_no_values
 from tierstore.training.given import Config, settings_of
@@ -57,8 +59,8 @@ class TierstoreStrategy(SingleDeviceStrategy):
         on_close: likewise, of each call of the Trainer's.
         placement: likewise.
         shows_tiers: whether the Trainer's progress bar shows how full the tiers are: ``tiers/host`` is the
-            share of its quota that is taken.  `Trainer.callback_metrics` has these, too; loggers are not
-            told.
+            share of its quota that is taken.  `Trainer.callback_metrics` has these, too; loggers are told
+            the run's metrics instead.
         accelerator: as of every strategy of Lightning's.
         checkpoint_io: likewise.
         precision_plugin: likewise.
@@ -107,6 +109,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
         self._shows_tiers = shows_tiers
         self._run: Offload | None = None
         self._failure: BaseException | None = None
+        self._logged_step: int | None = None
         self._is_restored_late = False
         with callers.opening("TierstoreStrategy(...)"):
             self._made_by = callers.opener()
@@ -188,7 +191,7 @@ class TierstoreStrategy(SingleDeviceStrategy):
         """
         assert self.accelerator is not None
         assert self.model is not None
-        self._failure = None
+        self._failure = self._logged_step = None
         self.optimizers = []  # of a former call: this one may have none
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -295,14 +298,27 @@ class TierstoreStrategy(SingleDeviceStrategy):
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Make a step's forward, and tell the progress bar how full the tiers are then."""
+        """Make a step's forward; tell the progress bar how full the tiers are, and loggers the metrics."""
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
-        if self._shows_tiers and self._run is not None and isinstance(module, LightningModule):
+        if self._run is not None and isinstance(module, LightningModule):
             bar = module.trainer.progress_bar_callback
-            if bar is not None and getattr(bar, "is_enabled", True):
+            if self._shows_tiers and bar is not None and getattr(bar, "is_enabled", True):
                 self._log_tiers(module, self._run)
+            self._log_metrics(module.trainer, self._run)
         return output
+
+    def _log_metrics(self, trainer: Trainer, run: Offload) -> None:
+        """Tell the loggers of a step what they are told of the module's own values then, no more often."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 - the number they are logged by
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # which its connector has set
+        is_due = every > 0 and (step + 1) % every == 0
+        if not (is_due and trainer.loggers) or step == self._logged_step:
+            return
+        self._logged_step = step
+        metrics = scalars(run)
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(metrics), step=step)
 
     def _log_tiers(self, module: LightningModule, run: Offload) -> None:
         for name, tier in run.stats().tiers.items():

@@ -1,6 +1,7 @@
 """What a run's metrics are called in a log of training: scalars for a tracker, without labels.
 
-`scalars` is for whoever logs: `tierstore.integrations.tensorboard` does, and a callback of your own may.
+`scalars` is for whoever logs: the callback of Hugging Face's Trainer, the strategy of Lightning,
+`tierstore.integrations.tensorboard`, and a callback of your own.
 """
 
 from __future__ import annotations

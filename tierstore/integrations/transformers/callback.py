@@ -6,17 +6,23 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK  # type: ignore[attr-defined]
+from transformers.trainer_callback import CallbackHandler
 
 from tierstore import CapacityError, UsageError
+from tierstore.integrations.logged import scalars
 from tierstore.integrations.transformers.runs import TrainerOptions, TrainerRun
+from tierstore.nn.calling import caller_of
 from tierstore.training import Offload
 from tierstore.training.given import Config
 
+_REPORTERS = tuple(kind for name, kind in INTEGRATION_TO_CALLBACK.items() if name != "dvclive")
+"""What takes more numbers for a step.  DVCLive counts every time that it is told as a step."""
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads a variable
 
 
@@ -26,7 +32,8 @@ class TierstoreCallback(TrainerCallback):
     ``trainer.add_callback(TierstoreCallback("run.yaml"))``, or ``Trainer(..., callbacks=[...])``; one for
     each Trainer.  A context manager, too: what is open when its block ends is closed.
 
-    With ``durable`` in the configuration `Offload.checkpoint` is called whenever the Trainer saves.
+    With ``durable`` in the configuration `Offload.checkpoint` is called whenever the Trainer saves.  Whenever
+    it logs, what it reports to (``report_to``) is told where bytes and time went: see `on_log`.
 
     Args:
         config: an `OffloadConfig`, a mapping of its keys, or a document, as `offload` takes it.
@@ -44,6 +51,7 @@ class TierstoreCallback(TrainerCallback):
     ) -> None:
         self._runs = TrainerRun(config, options)
         self._beside = tuple(beside)
+        self._logged_step: int | None = None
 
     @property
     def run(self) -> Offload | None:
@@ -139,6 +147,7 @@ class TierstoreCallback(TrainerCallback):
             CapacityError: it does not fit.
         """
         del control, others
+        self._logged_step = None
         if self.run is None:
             refuse_arguments(args)
             _refuse_several_processes(args)
@@ -158,6 +167,24 @@ class TierstoreCallback(TrainerCallback):
         """Make a checkpoint in the tiers, if they are durable."""
         del args, control, others
         self._runs.checkpoint(state.global_step)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+    ) -> None:
+        """Tell TensorBoard, Weights & Biases and the like what the run's metrics are, once for each step.
+
+        Their names begin with ``tierstore/``; see `tierstore.integrations.logged.scalars`.  The Trainer's own
+        logs, what it prints and what it saves have none of them: these are as without tierstore.
+        """
+        run, handler = self.run, caller_of(CallbackHandler)
+        if run is None or handler is None or not state.is_world_process_zero:
+            return
+        reporters: list[Any] = [each for each in handler.callbacks if isinstance(each, _REPORTERS)]
+        if reporters and state.global_step != self._logged_step:
+            self._logged_step = state.global_step
+            metrics = scalars(run)
+            for each in reporters:
+                each.on_log(args, state, control, model=others.get("model"), logs=dict(metrics))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
