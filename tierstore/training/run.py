@@ -273,7 +273,8 @@ class Offload:
         """Return a context in which state dicts take no memory: their entries are read when they are used.
 
         `save_file` writes them one bundle at a time.  Whoever else uses an entry has its values as they are
-        then, and reads them again each time.  For the calling thread only.
+        then, and reads them again each time.  ``torch.distributed.checkpoint`` saves and loads so, one bundle
+        at a time.  For the calling thread only.
         """
         session = None if self._is_closed else self._session
         return contextlib.nullcontext() if session is None else session.state_dicts.late()

@@ -2,7 +2,8 @@
 
 For who makes a state dict to write one entry after another.  Whoever uses an entry before it is written, or
 in its place, has what `tierstore.training.faults.state_dict_entries` gives: a copy that is one with the
-original. What an entry looks like (shape, type, device) is said without reading it.
+original. What an entry looks like (shape, type, device) is said without reading it. Loaded where it came from
+it is the original, which is not read for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PLACES = {
     *(_Tensor.is_xpu.__get__, _Tensor.get_device),
 }
 _LOOKS = (PASSING | LAYOUT) - _PLACES
-_ORIGINAL = "_tierstore_original"  # the attribute that says whose entry it is
+_ORIGINAL = "_tierstore_late_original"  # the attribute that says whose entry it is
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 

@@ -26,7 +26,7 @@ from tierstore.torch_private import RecursiveScriptModule, process_loaded_state
 from tierstore.training.budgets.memory_meters import tensors_in
 from tierstore.training.bundles.bindings import Bindings, natively
 from tierstore.training.bundles.tensor_slots import memory_of
-from tierstore.training.faults import guard
+from tierstore.training.faults import guard, late_entries
 from tierstore.training.faults.late_entries import late_entry
 from tierstore.training.faults.sharded_entries import original_of, sharded_entry_of
 from tierstore.training.faults.state_dict_entries import entry_for, whole_of
@@ -260,7 +260,8 @@ class _Cast:
         self._is_copied = kept.taken is Taken.UNSHARED
         if self._is_copied:
             tensors = {id(tensor): tensor for tensor in tensors_in([loaded.get("state", {})])}.values()
-            plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
+            read = (tensor for tensor in tensors if late_entries.original_of(tensor) is None)
+            plain = [tensor for tensor in read if tensor.layout is torch.strided]
             counts = Counter(tensor.untyped_storage()._cdata for tensor in plain)  # noqa: SLF001
             self._shared = {id(t) for t in plain if counts[t.untyped_storage()._cdata] > 1}  # noqa: SLF001
 
@@ -268,7 +269,7 @@ class _Cast:
         """Return one entry of a parameter's state."""
         if not isinstance(value, torch.Tensor):
             return value
-        for one_with in (whole_of, original_of):
+        for one_with in (whole_of, original_of, late_entries.original_of):
             whole = one_with(value)
             value = value if whole is None else whole
         guarded_tensor = guard.guarded_tensor_of(parameter)
