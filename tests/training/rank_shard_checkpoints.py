@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future as Written
 
-from tests.training.rank_shards import CASES, Deep, Life, build, offloaded, raw, train
+from tests.training.rank_shards import CASES, Deep, Life, build, differences, offloaded, raw, train
+from tierstore.errors import CapacityError
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import offload
 
@@ -116,6 +123,66 @@ def alone_reread(rank: int, processes: int, folder: Path) -> object:
         "here": len(here),
         "goes on": (lives[0].losses, whole_of(lives[0])) == (lives[1].losses, whole_of(lives[1])),
     }
+
+
+class WaitingWriter(FileSystemWriter):
+    """Writes when it is let to.
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, single_file_per_rank=False)
+        self.is_let = threading.Event()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Written[list[WriteResult]]:
+        """Wait, and write."""
+        assert self.is_let.wait(60)
+        return super().write_data(plan, planner)
+
+
+def shards_saved_aside(rank: int, processes: int, folder: Path) -> object:
+    """``async_save``: what is written while training goes on is what there was when it was called."""
+    group: Any = distributed.new_group()
+    plain = build(CASE, processes)
+    train(plain, CASE, 2, rank)
+    before = whole_of(plain)
+    train(plain, CASE, 2, rank, 2)
+    found: dict[str, object] = {}
+    for stager, tiers in (("writer", "disk"), ("default", "host"), ("default", "disk")):
+        life, place = build(CASE, processes), folder / f"{stager} {tiers}"
+        writer = WaitingWriter(place / "saved")
+        staging: AsyncStager | None = None if stager == "writer" else DefaultStager(_PLAINLY)
+        with offloaded(life, replace(CASE, tiers=tiers), place):
+            train(life, CASE, 2, rank)
+            try:
+                saved = async_save(
+                    state_of(life), storage_writer=writer, async_stager=staging, process_group=group
+                )
+            except CapacityError as error:
+                saved = None
+                found[f"refused {place.name}"] = " ".join(error.__notes__)
+            train(life, CASE, 2, rank, 2)
+            writer.is_let.set()
+            if saved is not None:
+                assert isinstance(saved, Future)
+                saved.result()
+        found[f"differs {place.name}"] = differences(plain, life)
+        if saved is not None:
+            read = build(CASE, processes)
+            take_over(read, place / "saved")
+            found[f"saved {place.name}"] = whole_of(read) == before
+    return found
+
+
+_PLAINLY = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+"""What ``async_save`` stages with if it is given a path alone."""
+
+
+# ---------------------------------------------------------------------- what they share
 
 
 def _alone() -> Life:

@@ -13,7 +13,7 @@ from tests.training.test_ranks import led
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
 Found = Mapping[str, list[Any]]
-_SCENARIOS = ("shards_left:4", "shards_reread:2", "alone_reread:1")
+_SCENARIOS = ("shards_left:4", "shards_reread:2", "alone_reread:1", "shards_saved_aside:2")
 
 
 @pytest.fixture(scope="module", name="found")
@@ -42,3 +42,21 @@ def test_it_is_read_some_at_a_time(found: Found, readers: str, processes: int) -
     for each in found[readers]:
         assert 0 < each["peak"] < whole_bytes / processes / 4
         assert not each["here"]
+
+
+@pytest.mark.parametrize("how", ["writer disk", "default host"])
+def test_what_async_save_writes_is_what_there_was_though_training_went_on(found: Found, how: str) -> None:
+    for each in found["shards_saved_aside:2"]:
+        assert each[f"saved {how}"]
+        assert not each[f"differs {how}"]
+
+
+def test_a_stager_that_holds_all_shards_is_refused_with_what_works_where_they_do_not_fit(
+    found: Found,
+) -> None:
+    for each in found["shards_saved_aside:2"]:
+        assert (
+            "storage_writer=FileSystemWriter(path, single_file_per_rank=False)"
+            in each["refused default disk"]
+        )
+        assert not each["differs default disk"]

@@ -11,13 +11,16 @@ In plain PyTorch the entry of a ``DTensor`` is another one with the same local t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from tierstore.errors import CapacityError
 from tierstore.torch_private import tree_map_only
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.bundles.layout import place_of
@@ -26,8 +29,10 @@ from tierstore.training.bundles.tensor_slots import LOCAL, slot_of
 from tierstore.training.bundles.tensor_uses import LAYOUT, PASSING, Function
 from tierstore.training.faults.guarded_classes import guard_of
 
-_ORIGINAL = "_tierstore_original"
 _LOOKS = PASSING | LAYOUT
+
+_originals = WeakTensorKeyDictionary()
+"""Of each entry; not among its attributes, which stagers of ``async_save`` copy with it."""
 
 
 def sharded_entry_of(original: torch.Tensor) -> torch.Tensor:
@@ -37,15 +42,33 @@ def sharded_entry_of(original: torch.Tensor) -> torch.Tensor:
         kind, slot = type(entry), slot_of(type(entry))
         local = slot.local(entry)
         slot.detach(entry, poison_for(place_of("", entry), local.device))
-    vars(entry)[_ORIGINAL] = original
+    _originals[entry] = original
     entry.__class__ = _entry_class(kind)
     return entry
 
 
 def original_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return what an entry shows; ``None``: it is none."""
-    original: torch.Tensor | None = getattr(tensor, "__dict__", {}).get(_ORIGINAL)
+    original: torch.Tensor | None = _originals.get(tensor)
     return original
+
+
+_HELD = (
+    "It was read through a state dict, by who keeps what was read before, as async_save(state, "
+    "checkpoint_id=...) does until it has all shards. Give it storage_writer=FileSystemWriter(path, "
+    "single_file_per_rank=False), which copies one after another, or use save(...) or run.checkpoint()."
+)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say in errors for lack of room what may take it."""
+    try:
+        yield
+    except CapacityError as error:
+        if _HELD not in getattr(error, "__notes__", ()):
+            error.add_note(_HELD)
+        raise
 
 
 def _shown(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,13 +90,13 @@ def _torch_function(
         with natively():
             return func(*args, **kwargs)
     given, named = tree_map_only(torch.Tensor, _shown, (args, kwargs))
-    with torch.no_grad():
+    with _explained(), torch.no_grad():
         result = func(*given, **named)
     return args[0] if given and result is given[0] else result
 
 
 def _local(self: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
+    with _explained(), torch.no_grad():
         return cast("torch.Tensor", getattr(_shown(self), LOCAL))
 
 
