@@ -30,22 +30,24 @@ runpy.run_path("train.py", run_name="__main__")
 WORDS = ["--rdzv-backend=c10d", "--max-restarts=1", "--rdzv-endpoint=localhost:0", "--nnodes=1"]
 RUNS = [("whole", "train.py"), ("killed", "killed.py")]
 
+PROGRAMS = {"dense": 2, "shards": 4, "tables": 2}
+"""Those of the page, in its order, and in how many processes each runs."""
+
 Said = dict[str, tuple[Path, str, str]]
 """Of each run its folder, and what it said on stdout and stderr."""
 
 
 @pytest.fixture(scope="module", name="said")
 def _said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """Run both programs in two processes, each to its end, and killed on the way."""
+    """Run all programs, each to its end, and killed on the way."""
     programs = [each.text for each in blocks.blocks(PAGE) if "def main" in each.text]
-    assert len(programs) == 2
     runs = {}
-    for what, program in zip(("dense", "tables"), programs, strict=True):
+    for (what, processes), program in zip(PROGRAMS.items(), programs, strict=True):
         for name, start in RUNS:
             folder = tmp_path_factory.mktemp(f"{what}-{name}")
             (folder / "train.py").write_text(program, encoding="utf-8")
             (folder / "killed.py").write_text(KILLED, encoding="utf-8")
-            runs[f"{what} {name}"] = folder, [*WORDS, "--nproc-per-node=2", str(folder / start)]
+            runs[f"{what} {name}"] = folder, [*WORDS, f"--nproc-per-node={processes}", str(folder / start)]
     said = torchrun(*runs.values())
     return {name: (runs[name][0], *each) for name, each in zip(runs, said, strict=True)}
 
@@ -59,18 +61,20 @@ def ends(stdout: str) -> dict[int, tuple[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
-@pytest.mark.parametrize("what", ["dense", "tables"])
+@pytest.mark.parametrize("what", PROGRAMS)
 def test_a_process_that_is_killed_is_started_again_and_goes_on_from_the_last_checkpoint(
     said: Said, what: str
 ) -> None:
-    found = {}
+    found, ranks = {}, range(PROGRAMS[what])
     for name, _ in RUNS:
         folder, stdout, stderr = said[f"{what} {name}"]
         found[name] = ends(stdout)
-        assert sorted(each.name for each in (folder / "offload").iterdir()) == ["rank-0", "rank-1"]
+        assert sorted(each.name for each in (folder / "offload").iterdir()) == [
+            f"rank-{rank}" for rank in ranks
+        ]
         # Of two that fail, torchrun names the one that it notices first: who was killed, or who waited.
         assert ("failed (exitcode: " in stderr) == (name == "killed")
-    assert {rank: step for rank, (step, _) in found["whole"].items()} == {0: 0, 1: 0}
-    assert {rank: step for rank, (step, _) in found["killed"].items()} == {0: 4, 1: 4}
+    assert {rank: step for rank, (step, _) in found["whole"].items()} == dict.fromkeys(ranks, 0)
+    assert {rank: step for rank, (step, _) in found["killed"].items()} == dict.fromkeys(ranks, 4)
     (total,) = {total for each in found.values() for _, total in each.values()}
     assert total
