@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from tests.training.rank_collectives import Block
 from tests.training.twins import LATE_AND_OVERWRITTEN
 from tierstore.errors import ConfigError, UsageError
-from tierstore.training import Offload, offload
+from tierstore.training import InitialValues, Offload, offload
 
 TIERS: Mapping[str, Mapping[str, object]] = {
     "host": {"device": "cpu", "offload_cpu_size": "4MB", "offload_disk_size": 0},
@@ -111,15 +110,22 @@ def build(case: Case, processes: int) -> Life:
     torch.manual_seed(0)
     with torch.device("meta" if case.is_meta else "cpu"):
         model = Deep()
-    if case.frozen:
-        model.layers[0].requires_grad_(requires_grad=False)
-    mesh = init_device_mesh("cpu", (processes,))
-    how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshards, "mp_policy": case.precision}
-    parts: dict[str, list[Any]] = {"layers": [*model.layers], "pairs": [[*model.layers[:2]]], "model": []}
-    for part in (*parts[case.apart], model):
-        fully_shard(part, **how)
+    life = as_sharded(model, case, processes)
     if case.is_meta:
         give_values(model)
+    return life
+
+
+def as_sharded(model: nn.Module, case: Case, processes: int) -> Life:
+    """Return a model with its optimizer, after it was sharded."""
+    layers: Any = model.get_submodule("layers")
+    if case.frozen:
+        layers[0].requires_grad_(requires_grad=False)
+    mesh = init_device_mesh("cpu", (processes,))
+    how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshards, "mp_policy": case.precision}
+    parts: dict[str, list[Any]] = {"layers": [*layers], "pairs": [[*layers[:2]]], "model": []}
+    for part in (*parts[case.apart], model):
+        fully_shard(part, **how)
     if case.prefetches:
         prefetch(model)
     return Life(model, case.optimizer(model.parameters()))
@@ -380,9 +386,8 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
     adam = torch.optim.Adam(model.parameters())
     attempt("in backward", model, adam, config={"optimizer_in_backward": True})
     attempt("released", model, adam, on_close="release")
-    weights = folder / f"{rank}.safetensors"
-    save_file(Deep().state_dict(), weights)
-    attempt("weights", model, adam, weights=weights)
+    with torch.device("meta"):
+        found["initial values"] = said_by(lambda: InitialValues(sharded(Deep(), mesh=whole)))
     attempt("placed", model, adam, placement={"out": "cpu"})
     sections = {
         "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [0, 2]}]},

@@ -149,14 +149,16 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                 "layers": layers,
             }
             unshared = {
-                "weights": weights is not None,
                 "swap_config": sections.swap is not None,
                 "recompute_config": sections.recompute is not None,
                 "a placement of modules": bool(patterns_in(settings.placement)),
                 "on_close='release'": in_the_end is OnClose.RELEASE,
             }
+            has_values = weights is not None or settings.durable
             with (
-                taken_over(model, optimizers, settings, selection.ignored, unshared) as shards,
+                taken_over(
+                    model, optimizers, settings, selection.ignored, unshared, has_values=has_values
+                ) as shards,
                 _joined(settings, given, alone=alone) as ranks,
             ):
                 return _open(

@@ -102,6 +102,25 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return slot_of(type(tensor)).local(tensor)
 
 
+def rows_here(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return which rows of a tensor are the part that this process has, as first and end.
+
+    Args:
+        tensor: any; a ``DTensor`` is sharded by its first dimension over one of a mesh, as ``fully_shard``
+            does it: all parts but the last ones are of one size.
+
+    Returns:
+        ``None`` for a plain tensor, which is here as a whole.
+    """
+    local = memory_of(tensor)
+    if local is tensor:
+        return None
+    sharded: Any = tensor
+    chunk = -(-len(tensor) // sharded.device_mesh.size())
+    begin = min(len(tensor), sharded.device_mesh.get_local_rank() * chunk)
+    return begin, begin + len(local)
+
+
 def sharded_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has its bytes in a local one, for a tensor of another one's sizes and placement.
 

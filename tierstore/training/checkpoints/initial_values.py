@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.training.bundles.tensor_slots import is_sharded_kind
 from tierstore.training.modules.tensor_names import all_names, persistent_buffers
 
 Initialise = Callable[[nn.Module], object]
@@ -46,12 +47,21 @@ class InitialValues:
         path: what messages name.
         names: of all parameters and persistent buffers.
         faults: none.
+
+    Raises:
+        UsageError: ``fully_shard`` has sharded the model.
     """
 
     path = Path("initial values")
     faults: Sequence[str] = ()
 
     def __init__(self, model: nn.Module, initialise: Initialise = reset_parameters) -> None:
+        if any(is_sharded_kind(type(each)) for each in model.parameters()):
+            raise UsageError(
+                "the model is sharded by fully_shard: InitialValues(...) cannot be used with it, as FSDP "
+                "lets nobody copy it. Call model.to_empty(device='cpu') and initialise it before "
+                "offload(...), or pass files as weights=..."
+            )
         self._initialise = initialise
         self._tensors: dict[str, torch.Tensor] = {each[0]: p for p, each in all_names(model).items()}
         self._tensors |= persistent_buffers(model)

@@ -9,6 +9,7 @@ objects that they were, so that an optimizer made before still trains them.
 2. A tensor that the model has under several names is read from any of them; all that are there must agree.
 3. A persistent buffer is read like a parameter.  One that is not persistent is in no file: it keeps its
    values, and on the meta device, where it has none, it is refused.
+4. Of a parameter that is spread over processes each reads the rows that are its part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tierstore.formats.sharded_weights import open_source
 from tierstore.nn.table_weight import TableWeight
 from tierstore.progress import ProgressBar
 from tierstore.training.bundles.placeholders import has_no_values
+from tierstore.training.bundles.tensor_slots import rows_here
 from tierstore.training.modules.adopter import give_values
 from tierstore.training.modules.tensor_names import all_names, buffer_names
 from tierstore.training.tables.streamed import load_rows
@@ -48,6 +50,7 @@ class Weights:
         self._source = _opened(source)
         try:
             self._found = self._check()
+            self._parameters = {names[0]: each for each, names in all_names(model).items()}
         except BaseException:
             self._source.__exit__(None, None, None)
             raise
@@ -79,7 +82,9 @@ class Weights:
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of one parameter or buffer, by its first name."""
-        values = self._source.read(self._found[name])
+        parameter, found = self._parameters.get(name), self._found[name]
+        rows = None if parameter is None else rows_here(parameter)
+        values = self._source.read(found) if rows is None else self._source.read_rows(found, *rows)
         self._bar.add(values.nbytes)
         return values
 

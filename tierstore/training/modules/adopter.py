@@ -40,12 +40,21 @@ from tierstore.training.bundles.memory_parts import MemoryPart, ground_of
 from tierstore.training.bundles.placeholders import Placeholder, looks_of, origin_of, placeholder_of
 from tierstore.training.bundles.poisons import Poisons, poison_for
 from tierstore.training.bundles.reclaimed_tensors import that_may_return
-from tierstore.training.bundles.tensor_slots import memory_of
+from tierstore.training.bundles.tensor_slots import memory_of, sharded_like
 from tierstore.training.faults import guard, guarded_classes, state_dict_entries
 
 
 def materialise(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Turn a parameter or buffer without bytes into one with ``values``: the same object."""
+    """Turn a parameter or buffer without bytes into one with ``values``: the same object.
+
+    Args:
+        tensor: that is to have them.
+        values: of it, or of its part that this process has, which its other parts are not asked about.
+    """
+    if memory_of(tensor) is not tensor:
+        part = torch.nn.Parameter(sharded_like(tensor, values), requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, part)
+        return
     fresh = torch.empty(0, dtype=values.dtype, device=values.device)
     if isinstance(tensor, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
@@ -65,7 +74,7 @@ def give_values(tensor: torch.Tensor, values: torch.Tensor, device: torch.device
         materialise(tensor, values.to(device, tensor.dtype, copy=True))
     else:
         with torch.no_grad():
-            fill(tensor, values)
+            fill(memory_of(tensor), values)
 
 
 class Adopter:

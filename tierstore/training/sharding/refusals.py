@@ -24,7 +24,11 @@ _BY_ELEMENT = frozenset(
 
 
 def refuse_parameters(
-    model: nn.Module, groups: Sequence[GatheredGroup], ignored: Container[torch.Tensor]
+    model: nn.Module,
+    groups: Sequence[GatheredGroup],
+    ignored: Container[torch.Tensor],
+    *,
+    has_values: bool,
 ) -> None:
     """Raise if a sharded parameter cannot live in tiers.
 
@@ -32,6 +36,7 @@ def refuse_parameters(
         model: whose.
         groups: that FSDP has made of it.
         ignored: parameters that stay where they are.
+        has_values: whether values may come from elsewhere: from weights, or a checkpoint.
 
     Raises:
         UsageError: it names the parameter, and says why.
@@ -40,7 +45,7 @@ def refuse_parameters(
     for name, parameter in model.named_parameters():
         if parameter in ignored or not is_sharded_kind(type(parameter)):
             continue
-        reason = _NOT_FSDPS if parameter not in known else _why_not(known[parameter])
+        reason = _NOT_FSDPS if parameter not in known else _why_not(known[parameter], has_values=has_values)
         if reason is not None:
             raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
 
@@ -52,7 +57,7 @@ _NOT_FSDPS = (
 _ONE_MESH = "Use a mesh of one dimension: fully_shard(module, mesh=init_device_mesh(device, (processes,)))"
 
 
-def _why_not(param: Any) -> str | None:  # noqa: ANN401 - what FSDP knows of it
+def _why_not(param: Any, *, has_values: bool) -> str | None:  # noqa: ANN401 - what FSDP knows of it
     local = memory_of(param.sharded_param)
     placements = tuple(param.sharded_param.placements)
     reasons = {
@@ -65,8 +70,9 @@ def _why_not(param: Any) -> str | None:  # noqa: ANN401 - what FSDP knows of it
         "gathered": hasattr(local, "fsdp_pre_all_gather"),
         "fully_shard was given CPUOffloadPolicy, which moves shards itself, as tiers do: leave out "
         "offload_policy": param.offload_to_cpu,
-        "it is on the meta device and has no values. Give it some before offload(...): "
-        "model.to_empty(device='cpu') and its initialisation, or a state dict": param.sharded_param.is_meta,
+        "it is on the meta device and has no values. Pass weights=..., files of the whole model, of which "
+        "each process reads its part; or give it some before offload(...): model.to_empty(device='cpu'), "
+        "then its initialisation or a state dict": param.sharded_param.is_meta and not has_values,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

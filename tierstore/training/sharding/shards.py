@@ -139,6 +139,8 @@ def taken_over(
     config: OffloadConfig,
     ignored: Container[torch.Tensor],
     given: Mapping[str, object],
+    *,
+    has_values: bool,
 ) -> Iterator[AnyShards]:
     """Yield the shards of a model, which FSDP asks for from now on; it has them again if the context fails.
 
@@ -148,6 +150,7 @@ def taken_over(
         config: of the run.
         ignored: parameters that stay ordinary.
         given: see `refusals.refuse_settings`.
+        has_values: see `refusals.refuse_parameters`.
 
     Raises:
         UsageError: something of it cannot be: see `tierstore.training.sharding.refusals`.
@@ -156,7 +159,7 @@ def taken_over(
         yield NoShards()
         return
     shards = ModelShards(model, ignored)
-    refuse_parameters(model, shards.groups, ignored)
+    refuse_parameters(model, shards.groups, ignored, has_values=has_values)
     refuse_settings(optimizers, config, given, has_ignored=shards.has_ignored)
     try:
         shards.take_over()

@@ -1,0 +1,77 @@
+"""Sharded models that are built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from tests.training.rank_shard_values import VALUED
+from tests.training.test_ranks import led
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+
+Found = Mapping[str, list[Any]]
+_SCENARIOS = ("shards_valued:2",)
+PROCESSES = pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+
+
+@pytest.fixture(scope="module", name="found")
+def _found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return _led(tmp_path_factory, *_SCENARIOS)
+
+
+@pytest.fixture(scope="module", name="of_four")
+def _of_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return _led(tmp_path_factory, "shards_valued:4")
+
+
+def _led(tmp_path_factory: pytest.TempPathFactory, *scenarios: str) -> Found:
+    found = led(tmp_path_factory.mktemp("values"), *scenarios)
+    failed = [each for lives in found.values() for each in lives if isinstance(each, str)]
+    assert not failed, failed[0]
+    return found
+
+
+@pytest.fixture(name="lives")
+def _lives(request: pytest.FixtureRequest, processes: int) -> list[Any]:
+    found: Found = request.getfixturevalue("found" if processes == 2 else "of_four")
+    return found[f"shards_valued:{processes}"]
+
+
+@PROCESSES
+@pytest.mark.parametrize("name", [*VALUED, *(f"{name} afterwards" for name in VALUED)])
+def test_a_model_without_values_trains_with_those_of_files_as_one_that_had_them(
+    lives: list[Any], name: str, processes: int
+) -> None:
+    assert [each[name]["differs"] for each in lives] == [[]] * processes
+
+
+@PROCESSES
+@pytest.mark.parametrize("name", VALUED)
+def test_each_process_reads_its_part_straight_into_its_tiers(
+    lives: list[Any], name: str, processes: int
+) -> None:
+    assert len(lives) == processes
+    for each in lives:
+        assert each[name]["here"] == 0
+        assert 0 < each[name]["peak"] < each[name]["whole"] / 4
+
+
+@PROCESSES
+@pytest.mark.parametrize("name", ["to_empty", "off", "resumed"])
+def test_other_ways_to_values_work_too(lives: list[Any], name: str, processes: int) -> None:
+    assert [each[name]["differs"] for each in lives] == [[]] * processes
+
+
+@PROCESSES
+def test_a_model_whose_values_are_nowhere_is_refused_and_left_as_it_was(
+    lives: list[Any], processes: int
+) -> None:
+    assert len(lives) == processes
+    for each in lives:
+        assert "does not fit the model: missing: layers.2.back.weight" in each["torn"]
+        assert "'into.weight' cannot be offloaded: it is on the meta device" in each["anew"]
+        assert each["still on meta"]
