@@ -1,4 +1,4 @@
-"""Sharded models that are built on the meta device."""
+"""Sharded models that are built on the meta device, and two jobs that train sharded models on one machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import distributed
 
 from tests.training.rank_shard_values import VALUED
 from tests.training.test_ranks import led
+from tierstore.units import KIB, MIB
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
 Found = Mapping[str, list[Any]]
-_SCENARIOS = ("shards_valued:2",)
+_SCENARIOS = ("shards_valued:2", "shards_of_two_jobs:4", "shards_programmed:2")
 PROCESSES = pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 
 
@@ -75,3 +76,29 @@ def test_a_model_whose_values_are_nowhere_is_refused_and_left_as_it_was(
         assert "does not fit the model: missing: layers.2.back.weight" in each["torn"]
         assert "'into.weight' cannot be offloaded: it is on the meta device" in each["anew"]
         assert each["still on meta"]
+
+
+# ---------------------------------------------------------------------- two jobs on one machine
+
+
+def test_each_job_divides_its_quotas_over_its_processes_and_trains_as_without_tiers(found: Found) -> None:
+    for each in found["shards_of_two_jobs:4"]:
+        assert each["differs"] == []
+        assert each["quotas"] == {"host": 96 * KIB, "disk": 16 * MIB}  # of 192 KiB and 32 MiB
+        assert each["directories"] == ["rank-0", "rank-1"]
+
+
+def test_a_job_does_not_take_the_directory_of_another_one_and_its_model_is_left(found: Found) -> None:
+    for each in found["shards_of_two_jobs:4"][2:]:
+        assert "is in use by a live backend of" in each["said"]
+        assert each["is left"]
+
+
+# ---------------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize("tiers", ["host", "disk"])
+def test_the_program_of_a_sharded_run_has_the_bytes_of_one_process(found: Found, tiers: str) -> None:
+    for each in found["shards_programmed:2"]:
+        for kind, times in (("parameters", 1), ("gradient", 1), ("state", 2)):
+            assert times * each["parameters"] <= each[tiers][kind] < times * (each["parameters"] + KIB), kind

@@ -479,7 +479,7 @@ class Session:
         """A gradient waits for the optimizer: its bundle's step may be made."""
         self._note_backward()
         if self.recorder.is_on:
-            self.recorder.mark(Sign.LANDED, self.gradients.table.usual_key_of(parameter), parameter.nbytes)
+            self.recorder.mark(Sign.LANDED, *self.gradients.table.usual_datum_of(parameter))
         self.recorder.tell(Sign.AHEAD)
         self.clock.leave_out(self._expectations.offer(parameter))
         self.recorder.tell(Sign.TOLD)

@@ -14,6 +14,7 @@ from tierstore.training.autograd.gradient import (
     native_gradient,
     nbytes_of,
 )
+from tierstore.training.bundles.tensor_slots import memory_of
 
 
 class GradientTable:
@@ -56,3 +57,7 @@ class GradientTable:
         """Return the key that a parameter's gradient is under if it is the store's; ``""``: it never is."""
         gradient = self.find(parameter)
         return "" if gradient is None else gradient.usual_key
+
+    def usual_datum_of(self, parameter: torch.Tensor) -> tuple[str, int]:
+        """Return that key, and the bytes that are under it then: of the part that this process has."""
+        return self.usual_key_of(parameter), memory_of(parameter).nbytes
