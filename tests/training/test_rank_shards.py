@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import distributed
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.training.rank_shards import Deep
+from tests.training.rank_shards import OF_FOUR, Deep
 from tests.training.test_ranks import led
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
@@ -37,6 +38,15 @@ def _each(found: Found) -> list[tuple[str, Mapping[str, Any]]]:
 def test_losses_norms_shards_and_state_are_those_of_fsdp_and_so_is_training_afterwards(found: Found) -> None:
     assert len(_each(found)) > 50
     assert not {name: each["differs"] for name, each in _each(found) if each["differs"]}
+
+
+@pytest.mark.long
+def test_eight_processes_of_which_some_have_no_row_of_a_layer_train_as_fsdp_does(tmp_path: Path) -> None:
+    lives = led(tmp_path, "shards:8")["shards:8"]
+    assert len(lives) == 8
+    for life in lives:
+        assert not isinstance(life, str), life
+        assert [each["differs"] for each in life.values()] == [[]] * len(OF_FOUR)
 
 
 def test_no_shard_is_in_memory_of_its_own_while_the_run_lasts(found: Found) -> None:
