@@ -269,15 +269,19 @@ class Offload:
         """
         self._checkpoint().save(Path(path))
 
-    def late_state_dicts(self) -> contextlib.AbstractContextManager[None]:
+    def late_state_dicts(self, place: str = "cpu") -> contextlib.AbstractContextManager[None]:
         """Return a context in which state dicts take no memory: their entries are read when they are used.
 
         `save_file` writes them one bundle at a time.  Whoever else uses an entry has its values as they are
         then, and reads them again each time.  ``torch.distributed.checkpoint`` saves and loads so, one bundle
         at a time.  For the calling thread only.
+
+        Args:
+            place: the device that entries say they are on.  ``"meta"`` is for writers that look for memory
+                which entries share: with it ``save_pretrained`` of transformers has one shard in memory.
         """
         session = None if self._is_closed else self._session
-        return contextlib.nullcontext() if session is None else session.state_dicts.late()
+        return contextlib.nullcontext() if session is None else session.state_dicts.late(place)
 
     @interruptible
     def save_file(self, path: str | Path, value: object) -> None:

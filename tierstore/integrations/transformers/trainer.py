@@ -6,12 +6,13 @@ it to the device as a whole.  Inputs are moved by the Trainer itself.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from tierstore import CapacityError, UsageError
 from tierstore.integrations.transformers.callback import TierstoreCallback, refuse_arguments
@@ -148,6 +149,13 @@ class _OffloadingTrainer(Trainer):
             super().create_optimizer()
             self._begin(goes_on=True)
         super()._load_from_checkpoint(*args, **kwargs)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model with no more than a shard of it in memory, where it writes shards."""
+        run = self.tierstore.run
+        writes_shards = isinstance(self.model, PreTrainedModel)
+        with contextlib.nullcontext() if run is None or not writes_shards else run.late_state_dicts("meta"):
+            super()._save(*args, **kwargs)
 
     def _move_model_to_device(self, *args: Any, **kwargs: Any) -> None:
         """Leave it where it is."""

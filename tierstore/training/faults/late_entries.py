@@ -24,16 +24,18 @@ _PLACES = {
 }
 _LOOKS = (PASSING | LAYOUT) - _PLACES
 _ORIGINAL = "_tierstore_late_original"  # the attribute that says whose entry it is
+_PLACE = "_tierstore_place"  # that says which device it says it is on
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
-def late_entry(original: torch.Tensor, read: Read) -> torch.Tensor:
+def late_entry(original: torch.Tensor, read: Read, place: str = "cpu") -> torch.Tensor:
     """Return an entry.
 
     Args:
         original: the parameter, buffer or state that it is of.
         read: returns an entry of it with bytes, in host memory.
+        place: the device that it says it is on.
     """
     with natively():
         looks = torch.empty_strided(
@@ -41,6 +43,7 @@ def late_entry(original: torch.Tensor, read: Read) -> torch.Tensor:
         )
         entry = looks.as_subclass(LateEntry)
     vars(entry)[_ORIGINAL] = original, read
+    vars(entry)[_PLACE] = place
     return entry
 
 
@@ -78,7 +81,7 @@ def _torch_function(
     del cls, types
     kwargs = kwargs or {}
     if func in _PLACES:
-        return func(torch.empty(0, device="cpu"), *args[1:], **kwargs)
+        return func(torch.empty(0, device=vars(args[0])[_PLACE]), *args[1:], **kwargs)
     if func in _LOOKS:
         with natively():
             return func(*args, **kwargs)

@@ -48,7 +48,7 @@ class _Making(threading.local):
         self.depth = 0
         self.copies: dict[int, torch.Tensor] = {}
         self.entries: dict[int, torch.Tensor] = {}
-        self.is_late = False
+        self.late_place: str | None = None
 
 
 class StateDicts:
@@ -80,8 +80,8 @@ class StateDicts:
         """Return an entry for a guarded tensor while a model's state dict is being made, else ``None``."""
         if not self._making.depth:
             return None
-        if self._making.is_late and memory_of(tensor) is tensor:
-            return late_entry(tensor, self.entry_alone)
+        if self._making.late_place is not None and memory_of(tensor) is tensor:
+            return late_entry(tensor, self.entry_alone, self._making.late_place)
         if id(tensor) not in self._making.entries:
             self._making.entries[id(tensor)] = self._new_entry(tensor)
         return self._making.entries[id(tensor)]
@@ -113,13 +113,17 @@ class StateDicts:
         return self._copy(tensor)
 
     @contextlib.contextmanager
-    def late(self) -> Iterator[None]:
-        """Let entries of state dicts that this thread makes be read when they are used."""
-        former, self._making.is_late = self._making.is_late, True
+    def late(self, place: str) -> Iterator[None]:
+        """Let entries of state dicts that this thread makes be read when they are used.
+
+        Args:
+            place: the device that they say they are on.
+        """
+        former, self._making.late_place = self._making.late_place, place
         try:
             yield
         finally:
-            self._making.is_late = former
+            self._making.late_place = former
 
     def reset(self) -> None:
         """Forget a state dict that was never finished."""
@@ -190,8 +194,10 @@ class StateDicts:
     def _linked(self, value: object) -> object:
         if not isinstance(value, torch.Tensor) or guard.guarded_tensor_of(value) is None:
             return value
-        is_late = self._making.is_late and memory_of(value) is value  # those of sharded ones are, in any case
-        return late_entry(value, self.entry_alone) if is_late else self._new_entry(value)
+        place = self._making.late_place
+        if place is None or memory_of(value) is not value:  # those of sharded ones are late, in any case
+            return self._new_entry(value)
+        return late_entry(value, self.entry_alone, place)
 
     def _load(self, kept: OptimizerState, loaded: StateDict) -> None:
         """Take the tensors of a loaded state dict, bundle by bundle."""
