@@ -15,9 +15,11 @@ from bench import (
     parts,
     planned,
     processes,
+    shards,
     simulated,
     store,
     tables,
+    trainer,
     training,
     watched,
 )
@@ -38,6 +40,8 @@ MODULES = (
     host_steps,
     planned,
     watched,
+    trainer,
+    shards,
 )
 """Those that have the questions of all figures."""
 

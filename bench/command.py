@@ -57,6 +57,10 @@ FIGURES = (
     "planned-70b",
     "planned-405b",
     "watched-step",
+    "trainer-lines",
+    "trainer-step",
+    "shards-host",
+    "shards-disk",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

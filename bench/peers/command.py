@@ -1,4 +1,4 @@
-"""The command line of the comparisons: ``python -m bench.peers io|training|inference|tables``."""
+"""The command line of the comparisons: ``python -m bench.peers io|training|inference|tables|shards``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.peers import disk, disk_peers, inference, tables, training
+from bench.peers import disk, disk_peers, inference, shards, tables, training
 from bench.peers.diskjob import KIB, MIB
 from bench.peers.result import Result, write, write_page
 from bench.peers.turns import ModelSettings
@@ -41,6 +41,10 @@ def _disk(words: argparse.Namespace, room: Path) -> Result:
 
 def _training(words: argparse.Namespace, room: Path) -> Result:
     return training.compare(_asked(words, training.usual(room)))
+
+
+def _shards(words: argparse.Namespace, room: Path) -> Result:
+    return shards.compare(_asked(words, shards.usual(room)))
 
 
 def _inference(words: argparse.Namespace, room: Path) -> Result:
@@ -81,6 +85,7 @@ COMPARISONS: dict[str, Comparison] = {
     "training": _training,
     "inference": _inference,
     "tables": _tables,
+    "shards": _shards,
 }
 
 
@@ -129,9 +134,11 @@ def _parser() -> argparse.ArgumentParser:
     of_tables = parser.add_argument_group("tables")
     of_tables.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     of_tables.add_argument("--ids", type=int, default=16_384, help="of a batch")
-    of_models = parser.add_argument_group("training, inference, tables")
+    of_models = parser.add_argument_group("training, inference, tables, shards")
     of_models.add_argument(
-        "--steps", type=int, help="of a turn; 10 training steps, 5 passes or 20 steps of tables if not given"
+        "--steps",
+        type=int,
+        help="of a turn; 10 training steps, 5 passes, 20 steps of tables or 5 of shards if not given",
     )
     of_models.add_argument("--dim", type=int, default=1024, help="the width of the model")
     of_models.add_argument("--host-quota", type=int, help="MiB that tierstore keeps in host memory")

@@ -20,7 +20,7 @@ class Result:
     """One comparison.
 
     Attributes:
-        name: ``io``, ``training``, ``inference`` or ``tables``.
+        name: ``io``, ``training``, ``inference``, ``tables`` or ``shards``.
         what: the work, in a sentence that needs no other.
         tables: rows by title, each table's head first.
         figures: what is held against bars.

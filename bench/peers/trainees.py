@@ -50,8 +50,8 @@ class Looped:
 class Zero:
     """DeepSpeed's loop."""
 
-    def __init__(self, workload: Workload, path: Path, *, is_pipelined: bool) -> None:
-        self._trainee = ZeroTrainee(workload, path, is_pipelined=is_pipelined)
+    def __init__(self, workload: Workload, path: Path, *, is_pipelined: bool, ranks: int = 1) -> None:
+        self._trainee = ZeroTrainee(workload, path, is_pipelined=is_pipelined, ranks=ranks)
 
     def steps(self, count: int) -> None:
         """Train; a step of DeepSpeed's ends when its bytes are written."""
@@ -73,25 +73,33 @@ def config_on_disk(workload: Workload, path: Path, host_bytes: int) -> ts.Offloa
     )
 
 
-PEERS: dict[str, Callable[[Workload, Path, int], InTraining]] = {
+OpenPeer = Callable[[Workload, Path, int], InTraining]
+"""Takes the model, a directory of its own, and the host quota in bytes, which only ours heeds."""
+
+PEERS: dict[str, OpenPeer] = {
     PLAIN: lambda workload, _path, _host: Looped(workload, None),
     OURS: lambda workload, path, host: Looped(workload, config_on_disk(workload, path, host)),
     DEEPSPEED[0]: lambda workload, path, _host: Zero(workload, path, is_pipelined=False),
     DEEPSPEED[1]: lambda workload, path, _host: Zero(workload, path, is_pipelined=True),
 }
-"""Each takes the model, a directory of its own, and the host quota in bytes, which only ours heeds."""
 
 
 def open_subject(name: str) -> Subject:
     """Open a peer by its name."""
-    return Steps(name)
+    return Steps(name, PEERS[name])
 
 
 class Steps:
-    """Asked for turns of several steps."""
+    """Asked for turns of several steps.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the peer, and of its directory.
+        open_peer: makes it.
+    """
+
+    def __init__(self, name: str, open_peer: OpenPeer) -> None:
         self._name = name
+        self._open_peer = open_peer
         self._trainee: InTraining | None = None
 
     def __call__(self, ask: str, arguments: Mapping[str, object]) -> Answer:
@@ -107,7 +115,7 @@ class Steps:
     def _prepare(self, arguments: Mapping[str, object]) -> Answer:
         workload, path = Workload(int(str(arguments["dim"]))), Path(str(arguments["path"])) / self._name
         idle_bytes = usage.resident_bytes()
-        self._trainee = PEERS[self._name](workload, path, int(str(arguments["host_bytes"])))
+        self._trainee = self._open_peer(workload, path, int(str(arguments["host_bytes"])))
         peak_bytes = usage.peak_resident_bytes()
         usage.reset_peak()
         return {"idle_bytes": idle_bytes, "peak_bytes": peak_bytes}

@@ -33,6 +33,7 @@ _KINDS = {
     "training": "bench.peers.trainees",
     "inference": "bench.peers.inferrers",
     "tables": "bench.peers.table_peers",
+    "shards": "bench.peers.shard_peers",
 }
 """Modules with a function ``open_subject(name)`` each."""
 

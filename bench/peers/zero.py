@@ -32,11 +32,11 @@ _LEAST_SWAPPED_BYTES = 1024**2
 _STATES = 4  # of Adam: parameter, gradient, two moments
 
 
-def configuration(workload: Workload, path: Path, *, is_pipelined: bool) -> dict[str, object]:
+def configuration(workload: Workload, path: Path, *, is_pipelined: bool, ranks: int = 1) -> dict[str, object]:
     """Return DeepSpeed's configuration: as little memory as it can do with, plus pipelining if asked."""
     largest = 4 * workload.dim**2  # elements of one weight
     return {
-        "train_batch_size": BATCH,
+        "train_batch_size": BATCH * ranks,
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000_000,
@@ -79,19 +79,26 @@ def configuration(workload: Workload, path: Path, *, is_pipelined: bool) -> dict
 class ZeroTrainee:
     """The same parameters and batches as `bench.workload.Trainee`, in DeepSpeed's own loop.
 
+    Args:
+        workload: which model.
+        path: a directory for parameters and state.
+        is_pipelined: whether the optimizer reads and writes while it steps.
+        ranks: how many processes train; if there are several, the environment says where they meet.
+
     Raises:
         Absent: DeepSpeed is not installed or cannot build its operators, or the model is too small for it.
     """
 
-    def __init__(self, workload: Workload, path: Path, *, is_pipelined: bool) -> None:
-        if 4 * 4 * workload.dim**2 < _LEAST_SWAPPED_BYTES:
+    def __init__(self, workload: Workload, path: Path, *, is_pipelined: bool, ranks: int = 1) -> None:
+        if 4 * 4 * workload.dim**2 // ranks < _LEAST_SWAPPED_BYTES:
             raise Absent(f"DeepSpeed keeps partitions under 1 MiB in memory: {workload} would not be on disk")
         deepspeed = required("deepspeed")
         for name in ops.NEEDED:
             ops.load(name)
-        path.mkdir(parents=True)
-        _join_alone()
-        settings = configuration(workload, path, is_pipelined=is_pipelined)
+        path.mkdir(parents=True, exist_ok=ranks > 1)
+        if ranks == 1:
+            _join_alone()
+        settings = configuration(workload, path, is_pipelined=is_pipelined, ranks=ranks)
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = workload.new_model()
@@ -99,7 +106,7 @@ class ZeroTrainee:
         optimizer = adam(model.parameters(), lr=1e-4, adamw_mode=False)
         self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self._dim = workload.dim
-        self._chance = torch.Generator().manual_seed(1)
+        self._chance = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
-from bench.peers import command, inference, inferrers, training, zero
+from bench.peers import command, inference, inferrers, shard_peers, training, zero
 from bench.peers.inference import Inferred
 from bench.peers.training import Trained, compare_losses, least_written_bytes
 from bench.peers.turns import Turns
@@ -146,12 +147,48 @@ def test_a_model_that_deepspeed_would_keep_in_memory_is_refused(tmp_path: Path) 
         zero.ZeroTrainee(Workload(128), tmp_path / "zero", is_pipelined=False)
 
 
+# ---------------------------------------------------------------------- several ranks
+
+
+def test_ranks_add_up_bytes_and_processor_time_and_the_slowest_is_waited_for() -> None:
+    def answer(seconds: float, loss: float) -> dict[str, object]:
+        usage = Usage(seconds, 1.0, 10, 20).to_mapping()
+        return {"usage": usage, "steps": 5, "peak_bytes": 7, "losses": [loss, loss / 2]}
+
+    both = shard_peers.together([answer(3.0, 1.0), answer(4.0, 8.0)])
+    assert both["usage"] == Usage(4.0, 2.0, 20, 40).to_mapping()
+    assert (both["steps"], both["peak_bytes"], both["losses"]) == (5, 14, [1.0, 0.5, 8.0, 4.0])
+
+
+def test_deepspeed_is_told_of_all_ranks_batches(tmp_path: Path) -> None:
+    settings = zero.configuration(Workload(512), tmp_path, is_pipelined=False, ranks=2)
+    assert settings["train_batch_size"] == 2 * BATCH
+    assert settings["train_micro_batch_size_per_gpu"] == BATCH
+
+
+def test_a_model_whose_shards_deepspeed_would_keep_in_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Absent, match="under 1 MiB"):
+        zero.ZeroTrainee(Workload(320), tmp_path / "zero", is_pipelined=False, ranks=2)
+
+
 # ---------------------------------------------------------------------- whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "peers"), [("training", "plain,tierstore,deepspeed"), ("inference", "plain,tierstore")]
+    ("name", "peers"),
+    [
+        ("training", "plain,tierstore,deepspeed"),
+        ("inference", "plain,tierstore"),
+        pytest.param(
+            "shards",
+            "plain,tierstore",
+            marks=[
+                pytest.mark.long,
+                pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it"),
+            ],
+        ),
+    ],
 )
 def test_a_whole_comparison_runs_and_is_recorded(name: str, peers: str, tmp_path: Path) -> None:
     words = [name, "--dim", "128", "--steps", "2", "--repeats", "1", "--warmups", "0", "--write"]

@@ -1,0 +1,315 @@
+"""What tiers cost, and save, a model that FSDP2 has sharded over four processes (gloo) of one machine.
+
+``python -m bench.shards`` starts the processes and asks; each of them is ``python bench/shards.py FOLDER
+WHAT RANK PROCESSES SCALE REPEATS WARMUPS``.  What the figures stand for, as there is no accelerator:
+
+1. `shards-host`: processes compute on the CPU, so the memory that FSDP gathers into is host memory.
+   ``CPUOffloadPolicy`` has nothing to copy then: shards, gradients and state stay where they are, and it
+   waits for no link.  So do ours: the tier in which everything fits is the memory that is computed in.  The
+   figure is what hooks, leases and books take beside the same collectives and the same optimizer, with
+   nothing to win by fetching ahead.  It says nothing of a GPU, where the policy copies each shard in for
+   forward and for backward, each gradient out, and steps on the host.
+2. `shards-disk`: the disk is the machine's own, and all processes use it at the same time.  Its bandwidth is
+   that of plain threads in all of them at once.  A step's floor is the longer of two: the bytes that must
+   move, at that bandwidth, and what FSDP2 takes with everything in memory: collectives, products and the
+   optimizer's steps.  Both are told on their own, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import tierstore as ts
+from bench.command import Question, Settings, UnmeasurableError, main
+from bench.measure import Run, Spread, ratios, stopwatch, take_turns
+from bench.rawdisk import RawDisk
+from bench.record import Better, Figure
+from bench.store import DISK_BLOCK_BYTES, DISK_THREADS
+from bench.training import MIB, SETTLING_TURNS, STATE_TENSORS, STEPS_A_TURN, Floor
+from bench.workload import BATCH, BLOCKS, Block, Workload
+from tierstore.training import Offload, offload
+
+PROCESSES, THREADS = 4, 1
+FSDP, OURS = "FSDP2", "tierstore"
+HOST_SHARE = 1 / 10
+"""Of the state of `shards-disk`: parameters, gradients and both moments."""
+
+RAW_MIB = 64  # of each process
+_TIMEOUT = timedelta(minutes=10)
+_QUIET_WITHIN_S = 60.0
+
+
+# ---------------------------------------------------------------------- one process
+
+
+def in_host(workload: Workload, folder: Path) -> ts.OffloadConfig:
+    """Everything fits in host memory, which is where computing happens; quotas are of all processes."""
+    del folder
+    quota = 2 * STATE_TENSORS * workload.parameter_bytes
+    return ts.OffloadConfig(device="cpu", offload_cpu_size=quota, offload_disk_size=0)
+
+
+def on_disk(workload: Workload, folder: Path) -> ts.OffloadConfig:
+    """Host memory for a tenth of the state, the rest on disk."""
+    return ts.OffloadConfig(
+        device="cpu",
+        offload_cpu_size=host_bytes(workload),
+        offload_disk_size=4 * STATE_TENSORS * workload.parameter_bytes,
+        offload_path=str(folder / "tiers"),
+    )
+
+
+def host_bytes(workload: Workload) -> int:
+    """Return the quota of `on_disk`, of all processes together."""
+    return int(HOST_SHARE * STATE_TENSORS * workload.parameter_bytes)
+
+
+CONFIGS = {"host": in_host, "disk": on_disk}
+"""By what is asked."""
+
+
+class ShardedTrainee:
+    """One process's part of a model that is sharded block by block.
+
+    Args:
+        workload: which model.
+        config: how its shards are offloaded; ``None``: not by us.
+        policy: FSDP's own way to offload them; ``None``: none.
+    """
+
+    def __init__(
+        self, workload: Workload, config: ts.OffloadConfig | None = None, policy: object = None
+    ) -> None:
+        self._dim = workload.dim
+        self._model: Any = sharded(workload, policy)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4)
+        self._chance = torch.Generator().manual_seed(1 + distributed.get_rank())
+        self.losses: list[float] = []
+        self._run: Offload | None = None
+        if config is not None:
+            self._run = offload(self._model, self._optimizer, config)
+
+    def step(self) -> None:
+        """Train on the next batch, as any loop does."""
+        x = torch.randn(BATCH, self._dim, generator=self._chance)
+        y = torch.randn(BATCH, self._dim, generator=self._chance)
+        loss = torch.nn.functional.mse_loss(self._model(x), y)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def seconds_a_step(self) -> float:
+        """Train some steps in all processes; return the seconds of one, of the slowest.
+
+        That no copy is under way in the end counts, as it must not be in the other's turn.
+        """
+        distributed.barrier()
+        return stopwatch(lambda: self.steps(STEPS_A_TURN)) / STEPS_A_TURN
+
+    def turn(self, name: str) -> Mapping[str, float]:
+        """Return the seconds of a step, and the processor seconds of this process in it."""
+        spent = time.process_time()
+        step_s = self.seconds_a_step()
+        return {name: step_s, f"{name}, processor": (time.process_time() - spent) / STEPS_A_TURN}
+
+    def steps(self, count: int) -> None:
+        """Train some steps in all processes; return when no copy is under way in any of them."""
+        for _ in range(count):
+            self.step()
+        deadline = time.monotonic() + _QUIET_WITHIN_S
+        while any(tier.in_flight_bytes for tier in self._tiers()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"copies are still under way {_QUIET_WITHIN_S} s after a step")
+            time.sleep(0.001)
+        distributed.barrier()
+
+    def _tiers(self) -> list[ts.TierStats]:
+        return [] if self._run is None else list(self._run.store.stats().tiers.values())
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes that this process's tiers have moved, by direction."""
+        if self._run is None:
+            return {}
+        return {f"{a} to {b}": each.nbytes for (a, b), each in self._run.store.stats().traffic.items()}
+
+
+def sharded(workload: Workload, policy: object = None) -> Any:  # noqa: ANN401 - FSDP makes its class
+    """Return the workload's model, each block sharded over all processes before the next one is built."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    how: dict[str, Any] = {"mesh": init_device_mesh("cpu", (distributed.get_world_size(),))}
+    if policy is not None:
+        how["offload_policy"] = policy
+    torch.manual_seed(0)
+    blocks: list[Any] = [fully_shard(Block(workload.dim), **how) for _ in range(BLOCKS)]
+    return fully_shard(torch.nn.Sequential(*blocks), **how)
+
+
+def work(
+    folder: Path, what: str, rank: int, processes: int, scale: float, repeats: int, warmups: int
+) -> None:
+    """Be one of the processes; what it has measured and trained goes to a file of its own."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    workload = Workload.scaled(scale)
+    config, is_disk = CONFIGS[what](workload, folder), what == "disk"
+    torch.set_num_threads(THREADS)
+    store = vars(distributed)["FileStore"](str(folder / "group"), processes)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
+    plain = ShardedTrainee(workload, policy=None if is_disk else CPUOffloadPolicy(pin_memory=False))
+    ours = ShardedTrainee(workload, config)
+    runs: list[Run] = [lambda: plain.turn(FSDP), lambda: ours.turn(OURS)]
+    with contextlib.ExitStack() as stack:
+        if is_disk:
+            path, nbytes = folder / f"raw-{rank}", raw_bytes(scale)
+            raw = RawDisk(path, nbytes, threads=DISK_THREADS, block_bytes=DISK_BLOCK_BYTES)
+            runs.append(_all_at_once(stack.enter_context(raw), workload))
+        seconds = take_turns(runs, repeats=repeats, warmups=max(SETTLING_TURNS, warmups))
+    found = {"seconds": seconds, "losses": [plain.losses, ours.losses], "moved": ours.moved_bytes()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def raw_bytes(scale: float) -> int:
+    """Return what each process moves to see how fast the disk is."""
+    return max(8, round(RAW_MIB * scale)) * MIB
+
+
+def _all_at_once(raw: RawDisk, workload: Workload) -> Run:
+    """Return a turn in which all processes write, read and mix at the same time."""
+    read_share = Floor.of(workload.parameter_bytes, host_bytes(workload)).read_share
+
+    def together(move: Callable[[], object]) -> float:
+        def all_of_it() -> None:
+            move()
+            distributed.barrier()
+
+        distributed.barrier()
+        return stopwatch(all_of_it)
+
+    return lambda: {
+        "write": together(raw.write),
+        "read": together(raw.read),
+        "mix": together(lambda: raw.mix(read_share)),
+    }
+
+
+# ---------------------------------------------------------------------- the figures
+
+Found = list[Mapping[str, Any]]
+
+
+def ask(what: str, settings: Settings) -> Found:
+    """Start the processes; return what each has found.
+
+    Raises:
+        UnmeasurableError: there can be no processes.
+        RuntimeError: one of them failed.
+    """
+    if not distributed.is_available():
+        raise UnmeasurableError("PyTorch was built without torch.distributed")
+    folder = (settings.scratch / f"shards-{what}").absolute()
+    folder.mkdir()
+    words = [str(PROCESSES), str(settings.scale), str(settings.repeats), str(settings.warmups)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), what, str(rank), *words],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(PROCESSES)
+    ]
+    ends = [each.wait() for each in started]
+    if any(ends):
+        raise RuntimeError(f"the processes ended with {ends}")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+def _details(found: Found) -> dict[str, str]:
+    pairs = [pair for each in found for pair in zip(*each["losses"], strict=True)]
+    if differ := [pair for pair in pairs if pair[0] != pair[1]]:
+        raise AssertionError(f"losses differ from those of FSDP2: {differ}")
+    details = {"losses": f"{len(pairs)} of {len(pairs)} equal, bit for bit"}
+    for name in (FSDP, OURS):
+        spent = zip(*(each["seconds"][f"{name}, processor"] for each in found), strict=True)
+        details[f"{name} s"] = str(Spread.of(found[0]["seconds"][name]))
+        details[f"{name}, processor s of all processes"] = str(Spread.of(list(map(sum, spent))))
+    steps = len(found[0]["losses"][0])
+    for direction in found[0]["moved"]:
+        nbytes = sum(each["moved"].get(direction, 0) for each in found)
+        details[direction] = f"{nbytes / steps / MIB:.0f} MiB a step, of all processes"
+    return details
+
+
+def shards_host(settings: Settings) -> Figure:
+    """Train with shards in host memory, in turns with FSDP2's own offloading."""
+    found = ask("host", settings)
+    seconds = found[0]["seconds"]
+    times = ratios(seconds[OURS], seconds[FSDP])
+    details = {**_details(found), "times CPUOffloadPolicy": str(times)}
+    what = (
+        f"step of {Workload.scaled(settings.scale)}, sharded over {PROCESSES} processes of one thread "
+        "(gloo), shards in host memory, against FSDP2 with CPUOffloadPolicy, which has nothing to copy where "
+        "the CPU computes"
+    )
+    return Figure("shards-host", what, times.median, "x its time", 1.0, 0.8, Better.LOWER, details)
+
+
+def shards_disk(settings: Settings) -> Figure:
+    """Train with shards on disk and a tenth of the state in host memory; compare with the floor."""
+    workload = Workload.scaled(settings.scale)
+    found = ask("disk", settings)
+    seconds = found[0]["seconds"]
+    floor = Floor.of(workload.parameter_bytes, host_bytes(workload))
+    moved = PROCESSES * raw_bytes(settings.scale)
+    rates = {name: [moved / s for s in seconds[name]] for name in ("read", "write", "mix")}
+    of_bytes = [floor.seconds(*each) for each in zip(*rates.values(), strict=True)]
+    floors = list(map(max, of_bytes, seconds[FSDP]))
+    sums = [sum(each) for each in zip(of_bytes, seconds[FSDP], strict=True)]
+    times = ratios(seconds[OURS], floors)
+    details = {
+        **_details(found),
+        "bytes": f"{floor.read_bytes / MIB:.0f} MiB read, {floor.write_bytes / MIB:.0f} MiB written a step",
+        "bytes s": str(Spread.of(of_bytes)),
+        **{f"raw {name} GB/s": str(Spread.of([r / 1e9 for r in rate])) for name, rate in rates.items()},
+        "times the longer of bytes and FSDP2 in memory": str(times),
+        "times bytes alone": str(ratios(seconds[OURS], of_bytes)),
+        "times FSDP2 in memory alone": str(ratios(seconds[OURS], seconds[FSDP])),
+        "times the sum of both": str(ratios(seconds[OURS], sums)),
+    }
+    what = (
+        f"step of {workload}, sharded over {PROCESSES} processes of one thread (gloo), "
+        f"{host_bytes(workload) / MIB:.0f} MiB of host memory in all, rest on disk, against the longer of "
+        "the bytes that must move at the bandwidth of raw threads in all processes, and FSDP2's step in "
+        "memory"
+    )
+    return Figure("shards-disk", what, times.median, "x the floor", 1.6, 1.3, Better.LOWER, details)
+
+
+QUESTIONS: dict[str, Question] = {"shards-host": shards_host, "shards-disk": shards_disk}
+
+if __name__ == "__main__":
+    if len(sys.argv) == 8 and not sys.argv[1].startswith("-"):
+        folder, what, rank, processes, scale, repeats, warmups = sys.argv[1:]
+        numbers = int(rank), int(processes), float(scale), int(repeats), int(warmups)
+        work(Path(folder), what, *numbers)
+    else:
+        sys.exit(main("bench.shards", QUESTIONS))

@@ -1,0 +1,1 @@
+"""A Trainer's script as it is, and the same offloaded: what `trainer-lines` counts the difference of."""
