@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch 
 
 def _asked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
     monkeypatch.setattr(shards, "PROCESSES", 2)
-    figure = shards.QUESTIONS[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
+    figure = shards.QUESTIONS[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.04))
     assert figure.name == name
     assert figure.reached > 0
     assert figure.details["losses"] == "18 of 18 equal, bit for bit"  # of 3 turns of 3 steps in both
@@ -30,7 +30,7 @@ def test_shards_on_disk_take_turns_with_fsdp_and_the_raw_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = _asked("shards-disk", tmp_path, monkeypatch)
-    workload = Workload.scaled(0.02)
+    workload = Workload.scaled(shards.SHARE * 0.04)
     floor = Floor.of(workload.parameter_bytes, shards.host_bytes(workload))
     moved_mib = [float(figure.details[way].split()[0]) for way in ("disk to host", "host to disk")]
     least_mib = [each / 1024**2 for each in (floor.read_bytes, floor.write_bytes)]
