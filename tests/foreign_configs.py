@@ -167,6 +167,54 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             }
         },
     ),
+    "a flag beside the section that came after it": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": False, "offload_optimizer": {"device": "cpu"}}},
+        {
+            "offload_config": {
+                "offload_optimizer": "cpu",
+                "offload_grad": "cpu",
+                "optimizer_target": "cpu",
+                "offload_disk_size": 0,
+            }
+        },
+    ),
+    "one directory in two ways": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme/"},
+            }
+        },
+        {
+            "offload_config": {
+                "offload_param": "disk",
+                "offload_optimizer": "disk",
+                "offload_grad": "cpu",
+                "optimizer_target": "cpu",
+                "offload_path": "/local_nvme",
+            }
+        },
+    ),
+    "FSDP left over by Accelerate": (
+        {"distributed_type": "NO", "fsdp_config": {"fsdp_offload_params": True}},
+        {"offload_config": {"memory_offload": "OFF"}},
+    ),
+    "one of both by Accelerate": (
+        {
+            "distributed_type": "DEEPSPEED",
+            "fsdp_config": {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True},
+            "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+        },
+        {
+            "offload_config": {
+                "offload_optimizer": "cpu",
+                "offload_grad": "cpu",
+                "optimizer_target": "cpu",
+                "offload_disk_size": 0,
+            }
+        },
+    ),
     "without an accelerator": (
         {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True},
         {"offload_config": {"device": "cpu", "memory_offload": "OFF"}},

@@ -43,6 +43,8 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
   group does. In: row_exchange.
 - ``_get_fsdp_state``: as ``_fsdp_param_groups``. In: found.
+- ``_get_dtype_plan``: of transformers' models: which parameters of a model of half precision keep 32 bits.
+  In: transformers_models.
 - ``_hf_hook``: of accelerate's: modules whose parameters its hooks bring and take away train on nothing. In:
   offloadable.
 - ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:

@@ -102,6 +102,21 @@ def test_a_trainer_serves_one_call_after_another(tmp_path: Path) -> None:
     assert_equal_models(plain, model)
 
 
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_what_is_saved_after_another_call_has_the_state_of_the_fit_before(call: str, tmp_path: Path) -> None:
+    states = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model, path = Classifier(), tmp_path / f"{is_ours}.ckpt"
+        made = trainer(tmp_path, ours("three", tmp_path) if is_ours else None, max_epochs=1)
+        made.fit(model, data())
+        getattr(made, call)(model, data(4), **({} if call == "predict" else {"verbose": False}))
+        made.save_checkpoint(path)
+        states.append(torch.load(path, weights_only=False)["optimizer_states"])
+    assert len(states[0]) == 1
+    assert_equal_values(flat(states[0]), flat(states[1]), "states")
+
+
 class Looks(Callback):
     """Looks at where parameters are while a step is made."""
 

@@ -515,6 +515,7 @@ def test_models_of_transformers_say_how_they_begin_and_what_older_files_hold() -
     transformers = pytest.importorskip("transformers")
     model = transformers.PreTrainedModel
     assert callable(model._init_weights)
+    assert callable(model._get_dtype_plan)
     assert model._keys_to_ignore_on_load_unexpected is None
 
 

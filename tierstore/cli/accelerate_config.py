@@ -15,7 +15,8 @@ from tierstore.cli.deepspeed_config import convert_into, take_tiers
 
 _FSDP = "fsdp_config"
 _DEEPSPEED = "deepspeed_config"
-SECTIONS: Final = (_FSDP, _DEEPSPEED, "compute_environment", "distributed_type")
+_KIND = "distributed_type"
+SECTIONS: Final = (_FSDP, _DEEPSPEED, "compute_environment", _KIND)
 """Each of them is in configurations of Accelerate's alone."""
 
 _OFFLOAD = "offload_params"
@@ -92,13 +93,26 @@ def converted(given: Mapping[str, object], source: str) -> Conversion:
         conversion.becomes("use_cpu", given["use_cpu"], device="cpu")
     elif "use_cpu" in given:
         conversion.becomes_nothing("use_cpu", given["use_cpu"], "the accelerator is found by itself")
-    to = _take_fsdp(conversion, conversion.section(given, _FSDP, _FSDP))
-    to |= _take_deepspeed(conversion, conversion.section(given, _DEEPSPEED, _DEEPSPEED))
+    to: set[str] = set()
+    for name, take in ((_FSDP, _take_fsdp), (_DEEPSPEED, _take_deepspeed)):
+        section = conversion.section(given, name, name)
+        if _is_used(name, given):
+            to |= take(conversion, section)
+        else:
+            why = f"distributed_type is {given[_KIND]}: accelerate launch does not look at it"
+            for key, value in section.items():
+                conversion.becomes_nothing(f"{name}.{key}", value, why)
     for key, value in given.items():
         if key not in (_FSDP, _DEEPSPEED, "use_cpu"):
             conversion.becomes_nothing(key, value, _OTHERS.get(key, _LAUNCH))
     take_tiers(conversion, to)
     return conversion.finished()
+
+
+def _is_used(section: str, given: Mapping[str, object]) -> bool:
+    """Whether ``accelerate launch`` reads a section: where it is told what to use, only that one's."""
+    kind = given.get(_KIND)
+    return kind is None or str(kind).upper() == section.removesuffix("_config").upper()
 
 
 def _take_fsdp(conversion: Conversion, fsdp: Mapping[str, object]) -> set[str]:

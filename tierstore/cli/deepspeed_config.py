@@ -11,6 +11,7 @@ over processes, which tierstore does not do.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Final
 
@@ -217,8 +218,13 @@ def _old_or_new(
     if old not in zero:
         return found
     device = "cpu" if conversion.flag(f"{prefix}{old}", zero[old]) else "none"
+    if found:
+        conversion.becomes_nothing(
+            f"{prefix}{old}", zero[old], f"{name} says it, and DeepSpeed takes one of both"
+        )
+        return found
     conversion.is_read_as(f"{prefix}{old}", zero[old], f"{name}.device: {device}")
-    return found or {"device": device}
+    return {"device": device}
 
 
 def _take_param(conversion: Conversion, param: Mapping[str, object], prefix: str, stage: int) -> str | None:
@@ -267,8 +273,8 @@ def _take_paths(conversion: Conversion, sections: Mapping[str, Mapping[str, obje
         key = f"{prefix}{name}.nvme_path"
         path = conversion.path(key, section["nvme_path"]) if "nvme_path" in section else None
         if path is not None and str(section.get("device")).lower() == "nvme":
-            paths[path] = None
-            conversion.becomes(key, path, offload_path=[*paths] if len(paths) > 1 else path)
+            paths[os.path.normpath(path)] = None
+            conversion.becomes(key, path, offload_path=[*paths] if len(paths) > 1 else next(iter(paths)))
         elif path is not None:
             conversion.becomes_nothing(key, path, "nothing of it is in files")
 

@@ -192,17 +192,17 @@ class TierstoreStrategy(SingleDeviceStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self._failure = self._logged_step = None
-        self.optimizers = []  # of a former call: this one may have none
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        if trainer.state.fn == TrainerFn.FITTING:
+        trains = trainer.state.fn == TrainerFn.FITTING
+        if trains:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         with callers.opened_by(self._made_by):
             run = offload(
                 self.model,
-                self.optimizers,
+                self.optimizers if trains else [],  # those of a former fit stay the Trainer's: it saves them
                 self._config_for_here(),
                 weights=self._weights if self._lacks_values else None,
                 **self._options,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -78,6 +78,7 @@ def from_pretrained(
             config, model_class or _class_of(config), dtype or _dtype_of(config) or _dtype_in(source)
         )
         names = _names_in(source, model)
+    _keep_in_float32(model)
     if (path / "generation_config.json").exists() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.train(mode=False)
@@ -160,6 +161,15 @@ def _build(
     if dtype is not None:
         model.config.dtype = dtype
     return model
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Give those parameters the type that ``transformers`` gives them in a model of half precision."""
+    kept: Mapping[str, torch.dtype] = model._get_dtype_plan(model.dtype)  # noqa: SLF001 - what classes say
+    for name, parameter in model.named_parameters():
+        for pattern, dtype in kept.items():
+            if re.search(pattern.replace("*", ".*"), name) is not None:
+                parameter.data = parameter.data.to(dtype)
 
 
 @contextlib.contextmanager
