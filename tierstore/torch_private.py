@@ -21,6 +21,8 @@ For none of the attributes there is a public alternative, unless the list names 
   bring all parameters. In: lightning.
 - ``_backward_hooks``: a user's hook would see a copy of the model that runs once. In: twin.
 - ``_backward_pre_hooks``: the same. In: twin.
+- ``_batches_that_stepped``: of Lightning's loops: the step that loggers are told a value of. In:
+  lightning.
 - ``_buffers``: a recomputed forward finds changed buffers; ``named_buffers`` leaves out those that are
   ``None``. In: buffers, forward_snapshot.
 - ``_c``: scripts hold parameters that nobody knows of. In: torchscript.

@@ -511,6 +511,12 @@ def test_modules_without_a_public_way_of_initial_values_have_one(module: torch.n
     assert any(not old.equal(new) for old, new in zip(before, module.parameters(), strict=True))
 
 
+def test_lightning_counts_the_steps_that_it_logs() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
+
+
 def test_models_of_transformers_say_how_they_begin_and_what_older_files_hold() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.PreTrainedModel
