@@ -256,7 +256,7 @@ def test_a_batch_for_which_the_tiers_have_no_room_is_made_smaller_by_auto_find_b
 
 
 def test_where_no_batch_fits_the_error_is_that_of_the_tiers(tmp_path: Path) -> None:
-    config = {**tiny.config_of("device", tmp_path), "max_device_memory": "24KB"}
+    config = {**tiny.config_of("device", tmp_path), "max_device_memory": "40KB"}
     trainer = _searching(config, tmp_path)
     with pytest.raises(CapacityError, match="'device'"):
         trainer.train()
