@@ -283,6 +283,7 @@ def test_where_a_training_stays_open_another_trainer_of_the_model_says_what_to_d
         second.train()
     first.train()
     assert first.state.global_step == 1
+    first.tierstore.close(restore=False)
 
 
 # ---------------------------------------------------------------------- several of them

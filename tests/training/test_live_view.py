@@ -17,7 +17,7 @@ from tests.forked import in_child
 from tierstore import live
 from tierstore.cli import top, top_view
 from tierstore.integrations.logged import scalars
-from tierstore.live import places
+from tierstore.live import places, server
 from tierstore.training import Offload, offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(server, "_room", server._Everything())  # another test may have left a run open
     with tempfile.TemporaryDirectory(prefix="ts") as place:
         monkeypatch.setattr(places, "folders", lambda: [Path(place) / "tierstore"])
         yield Path(place) / "tierstore"
