@@ -17,6 +17,7 @@ import torch
 
 import tierstore as ts
 from bench.planned_models import PlannedModel
+from bench.workload import wait_for_copies
 from tierstore.planning import Placement, Program
 from tierstore.planning.machine import Machine
 from tierstore.planning.rules import HOST
@@ -44,7 +45,6 @@ CONDITIONS = Conditions(is_enforced=False)
 
 _HOST_SHARE = 0.45  # of all that is stored, where a cell spills
 _DISK_OVER_LINK = 0.5
-_QUIET_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,7 @@ class PlannedTrainee:
         if self._run is None:
             return
         before = self._traffic()
-        deadline = time.monotonic() + _QUIET_WITHIN_S
-        while any(tier.in_flight_bytes for tier in self._run.store.stats().tiers.values()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"copies are still under way {_QUIET_WITHIN_S} s after a step")
-            time.sleep(0.001)
+        wait_for_copies(self._run.store)
         late = _more(before, self._traffic())
         if self.moved:
             last = self.moved[-1]

@@ -7,12 +7,8 @@ say nothing of networks.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,7 +16,8 @@ from torch import distributed, nn
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench.command import Question, Settings, UnmeasurableError, main
+from bench.command import Question, Settings, main
+from bench.ranks import found_by_ranks, join_group, leave_group
 from bench.record import Better, Figure
 from tierstore.planning import Machine, NetworkFigures, TierFigures, TierMedium
 from tierstore.planning.machine import ComputeFigures
@@ -29,7 +26,6 @@ from tierstore.training.tracing import Grouping, trace_model
 
 PROCESSES = 8
 WIDTH, LAYERS = 250, 4  # eight does not divide it: shards are padded
-_TIMEOUT = timedelta(minutes=10)
 _KINDS = {
     "all_gather_single": "all-gather",
     "all_gather_into_tensor": "all-gather",
@@ -65,8 +61,7 @@ def work(folder: Path, rank: int, processes: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    store = vars(distributed)["FileStore"](str(folder / "group"), processes)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
+    join_group(folder, rank, processes)
     sent: list[tuple[str, int]] = []
     model = Stack()
     mesh = init_device_mesh("cpu", (processes,))
@@ -81,9 +76,7 @@ def work(folder: Path, rank: int, processes: int) -> None:
         model(torch.randn(2, 8, 30)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    (folder / f"{rank}.json").write_text(json.dumps(sent))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    leave_group(folder, rank, sent)
 
 
 def _noting(name: str, call: Callable[..., object], sent: list[tuple[str, int]]) -> Callable[..., object]:
@@ -117,24 +110,8 @@ def predicted() -> list[list[object]]:
 
 def planned_ranks(settings: Settings) -> Figure:
     """Train fully sharded in eight processes, and compare what each sent with what was predicted."""
-    if not distributed.is_available():
-        raise UnmeasurableError("PyTorch was built without torch.distributed")
-    folder = settings.scratch / "ranks"
-    folder.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank), str(PROCESSES)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(PROCESSES)
-    ]
-    ends = [each.wait() for each in started]
-    if any(ends):
-        raise RuntimeError(f"the processes ended with {ends}")
+    found = found_by_ranks(__file__, settings.scratch / "ranks", PROCESSES, [])
     expected = predicted()
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
     differ = sum(
         max(len(each), len(expected)) - sum(a == b for a, b in zip(each, expected, strict=False))
         for each in found

@@ -6,12 +6,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench.command import Question, Settings, UnmeasurableError, main
+from bench.command import Question, Settings, main
 from bench.measure import Spread, ratios, stopwatch, take_turns
+from bench.ranks import found_by_ranks, join_group, leave_group
 from bench.record import Better, Figure
 from bench.training import SETTLING_TURNS, STEPS_A_TURN, in_memory
-from bench.workload import BATCH, Workload
+from bench.workload import Workload, train_step
 from tierstore.training import offload
 
 PROCESSES, THREADS = 8, 1
 SHARE = 1 / 4  # of the model of `step-in-memory`: eight processes have it twice, with Adam's state
-_TIMEOUT = timedelta(minutes=10)
 
 
 class Replica:
@@ -54,13 +50,7 @@ class Replica:
 
     def step(self) -> None:
         """Train on the next batch, as any loop does."""
-        x = torch.randn(BATCH, self._dim, generator=self._chance)
-        y = torch.randn(BATCH, self._dim, generator=self._chance)
-        loss = torch.nn.functional.mse_loss(self._runner(x), y)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.losses.append(loss.item())
+        self.losses.append(train_step(self._runner, self._optimizer, self._dim, self._chance).item())
 
     def seconds_a_step(self) -> float:
         """Train some steps in all processes; return the seconds of one, of the slowest."""
@@ -76,8 +66,7 @@ class Replica:
 def work(folder: Path, rank: int, processes: int, scale: float, repeats: int, warmups: int) -> None:
     """Be one of the processes; what it has measured and trained goes to a file of its own."""
     torch.set_num_threads(THREADS)
-    store = vars(distributed)["FileStore"](str(folder / "group"), processes)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
+    join_group(folder, rank, processes)
     workload = Workload.scaled(SHARE * scale)
     plain, ours = (Replica(workload, is_offloaded=each) for each in (False, True))
     seconds = take_turns(
@@ -85,32 +74,13 @@ def work(folder: Path, rank: int, processes: int, scale: float, repeats: int, wa
         repeats=repeats,
         warmups=max(SETTLING_TURNS, warmups),
     )
-    found = {"seconds": seconds, "losses": [plain.losses, ours.losses]}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    leave_group(folder, rank, {"seconds": seconds, "losses": [plain.losses, ours.losses]})
 
 
 def step_of_eight(settings: Settings) -> Figure:
     """Train in eight processes of one thread each, offloaded and not, in turns."""
-    if not distributed.is_available():
-        raise UnmeasurableError("PyTorch was built without torch.distributed")
-    folder = settings.scratch / "processes"
-    folder.mkdir()
-    words = [str(PROCESSES), str(settings.scale), str(settings.repeats), str(settings.warmups)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank), *words],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(PROCESSES)
-    ]
-    ends = [each.wait() for each in started]
-    if any(ends):
-        raise RuntimeError(f"the processes ended with {ends}")
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    words = [str(settings.scale), str(settings.repeats), str(settings.warmups)]
+    found = found_by_ranks(__file__, settings.scratch / "processes", PROCESSES, words, THREADS)
     return _figure(Workload.scaled(SHARE * settings.scale), found)
 
 

@@ -1,7 +1,7 @@
 """What tiers cost, and save, a model that FSDP2 has sharded over four processes (gloo) of one machine.
 
 ``python -m bench.shards`` starts the processes and asks; each of them is ``python bench/shards.py FOLDER
-WHAT RANK PROCESSES SCALE REPEATS WARMUPS``.  What the figures stand for, as there is no accelerator:
+RANK PROCESSES WHAT SCALE REPEATS WARMUPS``.  What the figures stand for, as there is no accelerator:
 
 1. `shards-host`: processes compute on the CPU, so the memory that FSDP gathers into is host memory.
    ``CPUOffloadPolicy`` has nothing to copy then: shards, gradients and state stay where they are, and it
@@ -18,13 +18,9 @@ WHAT RANK PROCESSES SCALE REPEATS WARMUPS``.  What the figures stand for, as the
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +30,14 @@ from torch import distributed
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import tierstore as ts
-from bench.command import Question, Settings, UnmeasurableError, main
+from bench.command import Question, Settings, main
 from bench.measure import Run, Spread, ratios, stopwatch, take_turns
+from bench.ranks import found_by_ranks, join_group, leave_group
 from bench.rawdisk import RawDisk
 from bench.record import Better, Figure
 from bench.store import DISK_BLOCK_BYTES, DISK_THREADS
 from bench.training import MIB, SETTLING_TURNS, STATE_TENSORS, STEPS_A_TURN, Floor
-from bench.workload import BATCH, BLOCKS, Block, Workload
+from bench.workload import BLOCKS, Block, Workload, train_step, wait_for_copies
 from tierstore.training import Offload, offload
 
 PROCESSES, THREADS = 4, 1
@@ -50,8 +47,6 @@ HOST_SHARE = 1 / 10
 """Of the state of `shards-disk`: parameters, gradients and both moments."""
 
 RAW_MIB = 64  # of each process
-_TIMEOUT = timedelta(minutes=10)
-_QUIET_WITHIN_S = 60.0
 
 
 # ---------------------------------------------------------------------- one process
@@ -106,13 +101,7 @@ class ShardedTrainee:
 
     def step(self) -> None:
         """Train on the next batch, as any loop does."""
-        x = torch.randn(BATCH, self._dim, generator=self._chance)
-        y = torch.randn(BATCH, self._dim, generator=self._chance)
-        loss = torch.nn.functional.mse_loss(self._model(x), y)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.losses.append(loss.item())
+        self.losses.append(train_step(self._model, self._optimizer, self._dim, self._chance).item())
 
     def seconds_a_step(self) -> float:
         """Train some steps in all processes; return the seconds of one, of the slowest.
@@ -132,15 +121,9 @@ class ShardedTrainee:
         """Train some steps in all processes; return when no copy is under way in any of them."""
         for _ in range(count):
             self.step()
-        deadline = time.monotonic() + _QUIET_WITHIN_S
-        while any(tier.in_flight_bytes for tier in self._tiers()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"copies are still under way {_QUIET_WITHIN_S} s after a step")
-            time.sleep(0.001)
+        if self._run is not None:
+            wait_for_copies(self._run.store)
         distributed.barrier()
-
-    def _tiers(self) -> list[ts.TierStats]:
-        return [] if self._run is None else list(self._run.store.stats().tiers.values())
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes that this process's tiers have moved, by direction."""
@@ -163,7 +146,7 @@ def sharded(workload: Workload, policy: object = None) -> Any:  # noqa: ANN401 -
 
 
 def work(
-    folder: Path, what: str, rank: int, processes: int, scale: float, repeats: int, warmups: int
+    folder: Path, rank: int, processes: int, what: str, scale: float, repeats: int, warmups: int
 ) -> None:
     """Be one of the processes; what it has measured and trained goes to a file of its own."""
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -171,8 +154,7 @@ def work(
     workload = Workload.scaled(SHARE * scale)
     config, is_disk = CONFIGS[what](workload, folder), what == "disk"
     torch.set_num_threads(THREADS)
-    store = vars(distributed)["FileStore"](str(folder / "group"), processes)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
+    join_group(folder, rank, processes)
     plain = ShardedTrainee(workload, policy=None if is_disk else CPUOffloadPolicy(pin_memory=False))
     ours = ShardedTrainee(workload, config)
     runs: list[Run] = [lambda: plain.turn(FSDP), lambda: ours.turn(OURS)]
@@ -183,9 +165,7 @@ def work(
             runs.append(_all_at_once(stack.enter_context(raw), workload))
         seconds = take_turns(runs, repeats=repeats, warmups=max(SETTLING_TURNS, warmups))
     found = {"seconds": seconds, "losses": [plain.losses, ours.losses], "moved": ours.moved_bytes()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    leave_group(folder, rank, found)
 
 
 def raw_bytes(scale: float) -> int:
@@ -224,24 +204,8 @@ def ask(what: str, settings: Settings) -> Found:
         UnmeasurableError: there can be no processes.
         RuntimeError: one of them failed.
     """
-    if not distributed.is_available():
-        raise UnmeasurableError("PyTorch was built without torch.distributed")
-    folder = (settings.scratch / f"shards-{what}").absolute()
-    folder.mkdir()
-    words = [str(PROCESSES), str(settings.scale), str(settings.repeats), str(settings.warmups)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), what, str(rank), *words],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(PROCESSES)
-    ]
-    ends = [each.wait() for each in started]
-    if any(ends):
-        raise RuntimeError(f"the processes ended with {ends}")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    words = [what, str(settings.scale), str(settings.repeats), str(settings.warmups)]
+    return found_by_ranks(__file__, settings.scratch / f"shards-{what}", PROCESSES, words, THREADS)
 
 
 def _details(found: Found) -> dict[str, str]:
@@ -309,8 +273,7 @@ QUESTIONS: dict[str, Question] = {"shards-host": shards_host, "shards-disk": sha
 
 if __name__ == "__main__":
     if len(sys.argv) == 8 and not sys.argv[1].startswith("-"):
-        folder, what, rank, processes, scale, repeats, warmups = sys.argv[1:]
-        numbers = int(rank), int(processes), float(scale), int(repeats), int(warmups)
-        work(Path(folder), what, *numbers)
+        folder, rank, processes, what, scale, repeats, warmups = sys.argv[1:]
+        work(Path(folder), int(rank), int(processes), what, float(scale), int(repeats), int(warmups))
     else:
         sys.exit(main("bench.shards", QUESTIONS))

@@ -66,6 +66,36 @@ class Workload:
         return f"the model of {self.parameter_bytes / 4e6:.1f} M parameters"
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dim: int,
+    chance: torch.Generator,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Train a model that keeps its input's width on one batch, as any loop does; return the loss."""
+    x = torch.randn(BATCH, dim, generator=chance).to(device)
+    y = torch.randn(BATCH, dim, generator=chance).to(device)
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def wait_for_copies(store: ts.Store) -> None:
+    """Return when no copy is under way.
+
+    Raises:
+        TimeoutError: there are some for ever.
+    """
+    deadline = time.monotonic() + _QUIET_WITHIN_S
+    while any(tier.in_flight_bytes for tier in store.stats().tiers.values()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"copies are still under way after {_QUIET_WITHIN_S} s")
+        time.sleep(0.001)
+
+
 class Trainee:
     """A model in training, plain or offloaded; use as a context manager.
 
@@ -98,12 +128,7 @@ class Trainee:
 
     def step(self) -> None:
         """Train on the next batch, as any loop does."""
-        x = torch.randn(BATCH, self._dim, generator=self._chance).to(self._device)
-        y = torch.randn(BATCH, self._dim, generator=self._chance).to(self._device)
-        loss = nn.functional.mse_loss(self._model(x), y)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        loss = train_step(self._model, self._optimizer, self._dim, self._chance, self._device)
         self._losses.append(loss.detach().clone())
 
     def seconds_a_step(self, steps: int) -> float:
@@ -121,13 +146,8 @@ class Trainee:
     def _settle(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        if self._run is None:
-            return
-        deadline = time.monotonic() + _QUIET_WITHIN_S
-        while any(tier.in_flight_bytes for tier in self._run.store.stats().tiers.values()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"copies are still under way {_QUIET_WITHIN_S} s after a step")
-            time.sleep(0.001)
+        if self._run is not None:
+            wait_for_copies(self._run.store)
 
     @property
     def store(self) -> ts.Store:

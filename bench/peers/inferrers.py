@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,13 +15,12 @@ from bench.peers.disk_peers import drop_pages, sync
 from bench.peers.trainees import config_on_disk
 from bench.peers.usage import Usage, metered
 from bench.peers.workers import Answer, Subject, required
-from bench.workload import BATCH, Workload
+from bench.workload import BATCH, Workload, wait_for_copies
 from tierstore.training import offload
 
 OURS, PLAIN = "tierstore", "plain"
 ACCELERATE = "accelerate"
 COLD, WARM = "cold", "warm"
-_QUIET_WITHIN_S = 60.0
 
 
 class Inferring(Protocol):
@@ -66,11 +64,7 @@ class Offloaded:
         Raises:
             TimeoutError: copies are under way for ever.
         """
-        deadline = time.monotonic() + _QUIET_WITHIN_S
-        while any(tier.in_flight_bytes for tier in self._run.store.stats().tiers.values()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"copies are still under way {_QUIET_WITHIN_S} s after a pass")
-            time.sleep(0.001)
+        wait_for_copies(self._run.store)
 
 
 class Mapped:
