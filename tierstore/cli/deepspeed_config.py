@@ -219,9 +219,7 @@ def _old_or_new(
         return found
     device = "cpu" if conversion.flag(f"{prefix}{old}", zero[old]) else "none"
     if found:
-        conversion.becomes_nothing(
-            f"{prefix}{old}", zero[old], f"{name} says it, and DeepSpeed takes one of both"
-        )
+        conversion.becomes_nothing(f"{prefix}{old}", zero[old], f"{name}, which came after it, says it")
         return found
     conversion.is_read_as(f"{prefix}{old}", zero[old], f"{name}.device: {device}")
     return {"device": device}

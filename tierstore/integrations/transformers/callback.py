@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import torch
+from accelerate.utils import parse_flag_from_env  # type: ignore[import-untyped]
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK  # type: ignore[attr-defined]
@@ -23,7 +23,6 @@ from tierstore.training.given import Config
 
 _REPORTERS = tuple(kind for name, kind in INTEGRATION_TO_CALLBACK.items() if name != "dvclive")
 """What takes more numbers for a step.  DVCLive counts every time that it is told as a step."""
-_TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads a variable
 
 
 class TierstoreCallback(TrainerCallback):
@@ -207,7 +206,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
         variable = f"ACCELERATE_USE_{name.upper()}"  # of accelerate launch
         if getattr(args, name, None):
             where = f"TrainingArguments({name}=...)"
-        elif os.environ.get(variable, "").lower() in _TRUE:
+        elif parse_flag_from_env(variable):
             where = f"accelerate launch ({variable})"
         else:
             continue
