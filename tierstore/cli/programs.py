@@ -90,7 +90,7 @@ def _told_of_the_run(program: Program) -> Program:
         return program
     grouped = (
         "small modules travel together as where the run was recorded; where the first tier has room for less "
-        "than a quarter of the model a run may group them otherwise, and move more or less"
+        "than a quarter of the model, or a MiB, a run may group them otherwise, and move more or less"
     )
     program = replace(program, assumptions=(*program.assumptions, grouped))
     if not program.compute_s:

@@ -36,7 +36,7 @@ _SMALL_SHARE = 64  # bundles below this part of what is left of the fastest tier
 _MODEL_SHARE = (
     256  # and below this part of the model: the same ones whatever is left, if that is a quarter of it
 )
-_ALWAYS_SMALL = 16 * KIB  # of a model however small
+_ALWAYS_SMALL = 16 * KIB  # or this, where the model is small
 _TIER_OF = {"cpu": HOST, "disk": DISK}
 _MOST_FAULTS = 32
 
@@ -134,8 +134,8 @@ class RunFacts:
 def small_bytes(left_bytes: int | None, model_bytes: int) -> int:
     """Return below which size bundles are joined.
 
-    Where a quarter of the model's bytes is left it depends on the model alone: what was recorded under one
-    quota then has the keys that a run under another one has.
+    Where a quarter of the model's bytes is left, and a MiB, it depends on the model alone: what was recorded
+    under one quota then has the keys that a run under another one has.
 
     Args:
         left_bytes: of the fastest tier; ``None``: enough.

@@ -7,7 +7,8 @@ of grouping:
    trained, so that frozen bytes are never written back with trained ones.  What is pinned travels apart from
    what is not, what is used on the host from what is used on the device, what is stepped in one place from
    what is stepped in the other, and what is ignored does not travel.
-2. Small modules (below 1 MiB) travel with other small ones of the same parent, up to that size.
+2. Small modules (below 1 MiB at most, by `tierstore.planning.rules.small_bytes`) travel with other small ones
+   of the same parent, up to that size.
 3. A parameter that several modules share lies in one bundle, which each of them needs.
 4. Parameters whose memory overlaps lie in one bundle, whatever modules and optimizers they belong to.
 5. Buffers travel apart from parameters (`tierstore.training.modules.buffers`).
