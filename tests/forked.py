@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -20,7 +21,8 @@ def in_child(act: Callable[[], object]) -> None:
     The child ends without the interpreter's end: another test's objects are in it.
 
     Raises:
-        AssertionError: it failed, with its traceback; or it did not end in time and was killed.
+        AssertionError: it failed, with its traceback; a signal ended it, with those of its threads; or it did
+            not end in time and was killed.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -29,6 +31,7 @@ def in_child(act: Callable[[], object]) -> None:
         signal.alarm(TIMEOUT_S)
         try:
             os.close(reading)
+            faulthandler.enable(writing)
             act()
             gc.collect()
         except BaseException:  # noqa: BLE001 - told to the parent

@@ -32,7 +32,7 @@ from tierstore.planning import (
     Unit,
 )
 
-_WRONG_FIGURES = [-1, -0.5, math.nan, math.inf, 2.0**64, True, "1"]
+_WRONG_FIGURES = [-1, -0.5, math.nan, math.inf, 2.0**64, 10**400, -(10**400), True, "1"]
 _WRONG_BYTES = [-1, 1.0, 2**63, True, "1"]
 
 

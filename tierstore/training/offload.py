@@ -134,52 +134,60 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         [*settings.ignored, *patterns("ignored", ignored)],
         [*settings.pinned, *patterns("pinned", pinned)],
     )
-    with contextlib.ExitStack() as files:
-        files.enter_context(opening("offload(...)"))
-        again.make_way(model)
-        source = None if weights is None else files.enter_context(Weights(model, weights))
-        if settings.is_on:
-            given = {
-                "resume": resume,
-                "weights": weights is not None,
-                "on_close": in_the_end.value,
-                "ignored tensors": sorted(selection.ignored.values()),
-                "pinned tensors": sorted(selection.pinned.values()),
-                "swap_config and recompute_config": sections,
-                "layers": layers,
-            }
-            unshared = {
-                "swap_config": sections.swap is not None,
-                "recompute_config": sections.recompute is not None,
-                "a placement of modules": bool(patterns_in(settings.placement)),
-                "on_close='release'": in_the_end is OnClose.RELEASE,
-            }
-            has_values = weights is not None or settings.durable
-            with (
-                taken_over(
-                    model, optimizers, settings, selection.ignored, unshared, has_values=has_values
-                ) as shards,
-                _joined(settings, given, alone=alone) as ranks,
-            ):
-                return _open(
-                    model,
-                    optimizers,
-                    settings if ranks is None else ranks.settings,
-                    source,
-                    selection,
-                    resume=resume,
-                    activations=(sections, layers),
-                    on_close=OnClose.RESTORE if shards.group_of else in_the_end,
-                    ranks=ranks,
-                    shards=shards,
-                )
-        if source is not None:
-            source.load_buffers()
-            source.load_ordinary()
-        if settings.offload_checkpoint is not None:
-            log.warning("memory_offload is OFF: offload_checkpoint has no effect.")
-        applied = apply.apply(model, sections, layers, None)
-        return Offload(model, optimizers, None, activations=applied, on_close=in_the_end)
+    run: Offload | None = None
+    try:
+        with contextlib.ExitStack() as files:
+            files.enter_context(opening("offload(...)"))
+            again.make_way(model)
+            source = None if weights is None else files.enter_context(Weights(model, weights))
+            if settings.is_on:
+                given = {
+                    "resume": resume,
+                    "weights": weights is not None,
+                    "on_close": in_the_end.value,
+                    "ignored tensors": sorted(selection.ignored.values()),
+                    "pinned tensors": sorted(selection.pinned.values()),
+                    "swap_config and recompute_config": sections,
+                    "layers": layers,
+                }
+                unshared = {
+                    "swap_config": sections.swap is not None,
+                    "recompute_config": sections.recompute is not None,
+                    "a placement of modules": bool(patterns_in(settings.placement)),
+                    "on_close='release'": in_the_end is OnClose.RELEASE,
+                }
+                has_values = weights is not None or settings.durable
+                with (
+                    taken_over(
+                        model, optimizers, settings, selection.ignored, unshared, has_values=has_values
+                    ) as shards,
+                    _joined(settings, given, alone=alone) as ranks,
+                ):
+                    run = _open(
+                        model,
+                        optimizers,
+                        settings if ranks is None else ranks.settings,
+                        source,
+                        selection,
+                        resume=resume,
+                        activations=(sections, layers),
+                        on_close=OnClose.RESTORE if shards.group_of else in_the_end,
+                        ranks=ranks,
+                        shards=shards,
+                    )
+            else:
+                if source is not None:
+                    source.load_buffers()
+                    source.load_ordinary()
+                if settings.offload_checkpoint is not None:
+                    log.warning("memory_offload is OFF: offload_checkpoint has no effect.")
+                applied = apply.apply(model, sections, layers, None)
+                run = Offload(model, optimizers, None, activations=applied, on_close=in_the_end)
+    except BaseException:
+        if run is not None:  # it came between the opening and this function's end
+            run.close()
+        raise
+    return run
 
 
 @contextlib.contextmanager
