@@ -219,11 +219,12 @@ class Worker:
         self._durable = image
 
 
-def _live(directory: Path, seed: int) -> None:
-    """Be a worker, in a process of its own.  Never returns."""
+def _live(directory: Path, seed: int, opened: int) -> None:
+    """Be a worker, in a process of its own, that says on a pipe when it has opened.  Never returns."""
     try:
         worker = Worker(directory, seed)
         worker.check()
+        os.write(opened, b"!")
         if seed % 10 == 9:
             worker.end()
             os._exit(0)
@@ -234,7 +235,7 @@ def _live(directory: Path, seed: int) -> None:
 
 
 def kill_one(directory: Path, seed: int) -> str:
-    """Let a worker live, and kill it at a random moment.
+    """Let a worker live, and kill it at a random moment: of every four, three after they have opened.
 
     Returns:
         What it was at.
@@ -244,9 +245,14 @@ def kill_one(directory: Path, seed: int) -> str:
     """
     life_s = random.Random(-seed).uniform(0, _LONGEST_LIFE_S)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    has_opened, opened = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _live(directory, seed)
+        _live(directory, seed, opened)
+    os.close(opened)
+    with os.fdopen(has_opened, "rb") as said:
+        if seed % 4:  # however slow the machine is
+            said.read(1)
     signal.sigtimedwait({signal.SIGCHLD}, life_s)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
