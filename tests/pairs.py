@@ -25,10 +25,10 @@ def covering(
         *factors: the values of each.
         is_there: whether there is such a case.
     """
-    rows = [row for row in itertools.product(*factors) if is_there(row)]
-    left = set().union(*map(pairs_of, rows))
+    left = {row: pairs_of(row) for row in itertools.product(*factors) if is_there(row)}
     chosen: list[Row[Value]] = []
     while left:
-        chosen.append(max(rows, key=lambda row: len(pairs_of(row) & left)))
-        left -= pairs_of(chosen[-1])
+        chosen.append(max(left, key=lambda row: len(left[row])))
+        come = left[chosen[-1]]
+        left = {row: rest for row, pairs in left.items() if (rest := pairs - come)}
     return chosen
