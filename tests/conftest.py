@@ -22,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import target
+from tests.sampling import IS_CI, PROFILE, tried
 
 _SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -39,13 +40,12 @@ torch.set_num_threads(1)
 
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_SLOW_STORES)
 settings.register_profile(
-    "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=_SLOW_STORES
+    "ci", max_examples=50, deadline=None, derandomize=True, suppress_health_check=_SLOW_STORES
 )
 settings.register_profile(
     "long", max_examples=5_000, stateful_step_count=200, deadline=None, suppress_health_check=_SLOW_STORES
 )
-_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-settings.load_profile(_PROFILE)
+settings.load_profile(PROFILE)
 
 _LONG_TIMEOUT_S = 7200
 _LARGE_GRID = 16  # cases of one test, each in several layouts
@@ -58,7 +58,6 @@ _TRAINING = _TESTS / "training"
 _SAMPLED = frozenset(
     {"conformance", "fault", "integrations", "training"}
 )  # the other folders are tried as a whole
-_ALWAYS_TRIED = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -162,19 +161,20 @@ def _tried_layouts(layouts: list[str], number: int, cases: int) -> list[str]:
     return layouts
 
 
-def _cases_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return what CI leaves out of grids: of a test of many cases it tries a few and every third of the rest.
+def _name(item: pytest.Item) -> str:
+    return item.nodeid
 
-    Which ones is decided by the names, so that it is the same each time; `make test` tries all.
-    """
+
+def _cases_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what CI leaves out of grids: it tries two cases of a test, and every sixth of the others."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.relative_to(_TESTS).parts[0] in _SAMPLED:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for cases in grids.values():
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(item for n, item in enumerate(cases[_ALWAYS_TRIED:]) if n % 3)
+        chosen = tried(cases, name=_name)
+        left_out.update(set(cases).difference(chosen))
     return left_out
 
 
@@ -187,11 +187,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Give the long profile time, and leave out what needs an accelerator, or another one, than there is."""
     if target.accelerator is not None:
         _leave_out(config, items, {item for item in items if not _is_for_an_accelerator(item)})
-    if _PROFILE == "ci":
+    if IS_CI:
         if target.accelerator is None:
             _leave_out(config, items, _layouts_left_out(items))
         _leave_out(config, items, _cases_left_out(items))
-    if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
+    if PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT_S), append=False)
     if not torch.accelerator.is_available():

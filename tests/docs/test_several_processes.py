@@ -10,6 +10,7 @@ from torch import distributed
 
 from tests.docs import blocks
 from tests.docs.torchruns import torchrun
+from tests.sampling import tried
 
 PAGE = blocks.ROOT / "docs" / "how-to" / "run-on-several-processes.md"
 
@@ -33,6 +34,8 @@ RUNS = [("whole", "train.py"), ("killed", "killed.py")]
 PROGRAMS = {"dense": 2, "shards": 4, "tables": 2}
 """Those of the page, in its order, and in how many processes each runs."""
 
+TRIED = tried(PROGRAMS, always=1)
+
 Said = dict[str, tuple[Path, str, str]]
 """Of each run its folder, and what it said on stdout and stderr."""
 
@@ -42,7 +45,9 @@ def _said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Run all programs, each to its end, and killed on the way."""
     programs = [each.text for each in blocks.blocks(PAGE) if "def main" in each.text]
     runs = {}
-    for (what, processes), program in zip(PROGRAMS.items(), programs, strict=True):
+    texts = dict(zip(PROGRAMS, programs, strict=True))
+    for what in TRIED:
+        processes, program = PROGRAMS[what], texts[what]
         for name, start in RUNS:
             folder = tmp_path_factory.mktemp(f"{what}-{name}")
             (folder / "train.py").write_text(program, encoding="utf-8")
@@ -61,7 +66,7 @@ def ends(stdout: str) -> dict[int, tuple[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
-@pytest.mark.parametrize("what", PROGRAMS)
+@pytest.mark.parametrize("what", TRIED)
 def test_a_process_that_is_killed_is_started_again_and_goes_on_from_the_last_checkpoint(
     said: Said, what: str
 ) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
+from tests.sampling import IS_CI
 from tests.training.rank_victim import OUTCOME, PROCESSES
 from tests.training.test_durable_kills import assert_same
 from tests.training.test_ranks import Found, led
@@ -116,7 +117,10 @@ def kill(folder: Path, stride: int, subject: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "stride", "lives"), [("dense", 17, 8), ("tables", 37, 6)])
+@pytest.mark.parametrize(
+    ("subject", "stride", "lives"),
+    [("dense", 51, 2), ("tables", 111, 2)] if IS_CI else [("dense", 17, 8), ("tables", 37, 6)],
+)
 def test_a_process_that_is_killed_leaves_no_trace(
     tmp_path: Path, subject: str, stride: int, lives: int
 ) -> None:

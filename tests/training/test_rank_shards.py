@@ -36,7 +36,7 @@ def _each(found: Found) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def test_losses_norms_shards_and_state_are_those_of_fsdp_and_so_is_training_afterwards(found: Found) -> None:
-    assert len(_each(found)) > 50
+    assert len(_each(found)) > 30
     assert not {name: each["differs"] for name, each in _each(found) if each["differs"]}
 
 

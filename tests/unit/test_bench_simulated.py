@@ -14,20 +14,23 @@ from bench.llamas import Size
 from bench.rates import STEP_S, for_llama, for_workload
 from bench.record import Figure
 from bench.workload import BATCH, Workload
+from tests.sampling import tried
+
+NAMES = tried(simulated.NAMES, always=1)
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
     settings = Settings(tmp_path_factory.mktemp("figures"), repeats=1, warmups=0, scale=0.02)
     try:
-        return simulated.measure_all(simulated.NAMES, settings)
+        return simulated.measure_all(NAMES, settings)
     except UnmeasurableError as reason:
         assert os.environ.get("TIERSTORE_REQUIRE_ACCELERATOR") != "1"
         pytest.skip(str(reason))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", simulated.QUESTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_question_yields_its_figure_with_details(name: str, figures: dict[str, Figure]) -> None:
     figure = figures[name]
     assert figure.name == name

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from tests import filled_stats
 from tests.filled_stats import Numbers
 from tierstore import live
 from tierstore.cli import main, top, top_view
-from tierstore.live import LiveProcess, LiveRun, places
+from tierstore.live import LiveProcess, LiveRun, places, server
 from tierstore.live.client import MovingBytes
 from tierstore.metrics import as_metrics
 
@@ -45,6 +46,7 @@ class View:
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(server, "_room", server._Everything())  # another test may have left a run open
     with tempfile.TemporaryDirectory(prefix="ts") as place:
         monkeypatch.setenv("XDG_RUNTIME_DIR", place)
         monkeypatch.setattr(places, "folders", lambda: [Path(place) / "tierstore"])
@@ -67,8 +69,8 @@ def _environment() -> dict[str, str]:
 
 
 def error_of(capsys: Output, *arguments: str, code: int = 2) -> str:
-    """Run the command, which fails; return what it says, in one line."""
-    assert main(["top", *arguments]) == code
+    """Run the command, which fails, and does not stay; return what it says, in one line."""
+    assert main(["top", "--once", *arguments]) == code
     said = capsys.readouterr()
     assert said.out == ""
     (line,) = said.err.splitlines()
@@ -157,6 +159,23 @@ def test_one_that_does_not_answer_is_one_line(
         listening.listen()
         assert "no whole answer in 0.1 s" in error_of(capsys, "7", code=1)
         assert "no process of yours shows a run" in error_of(capsys)
+
+
+def test_all_are_asked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take seconds: to start training, a process holds its interpreter for as long."""
+    paths = {number: [folder / f"{number}.sock"] for number in range(1, 6)}
+    all_asked = threading.Barrier(len(paths), timeout=20)
+
+    def read(path: Path) -> LiveProcess:
+        all_asked.wait()
+        number = int(path.stem)
+        if number == 2:
+            raise TimeoutError
+        return LiveProcess(number, 0.0, (LiveRun(),) * (number != 3))
+
+    monkeypatch.setattr(live, "sockets", lambda: paths)
+    monkeypatch.setattr(live, "read", read)
+    assert [process.pid for _, process in top._answering()] == [1, 4, 5]
 
 
 # ---------------------------------------------------------------------- what is printed

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tierstore.quoting import listed
 _FASTEST_S = 0.1
 _SLOWEST_S = 3600.0
 _TRIES = 10
+_MOST_ASKED = 32
 
 
 def add_to(
@@ -151,16 +153,20 @@ def _of_process(pid: int) -> tuple[Path, LiveProcess]:
 
 
 def _answering() -> list[tuple[Path, LiveProcess]]:
-    found: list[tuple[Path, LiveProcess]] = []
-    for paths in live.sockets().values():
-        for path in paths:
-            try:
-                process = live.read(path, timeout_s=1.0)
-            except (OSError, UsageError):  # left over, hangs, or is another version's
-                continue
-            if process.runs:
-                found.append((path, process))
-    return found
+    """Return the processes that show a run; all are asked at once, as each may take its time."""
+    paths = [path for several in live.sockets().values() for path in several]
+    if not paths:
+        return []
+    with ThreadPoolExecutor(min(len(paths), _MOST_ASKED)) as threads:
+        answers = list(zip(paths, threads.map(_read_or_none, paths), strict=True))
+    return [(path, process) for path, process in answers if process is not None and process.runs]
+
+
+def _read_or_none(path: Path) -> LiveProcess | None:
+    try:
+        return live.read(path)
+    except (OSError, UsageError):  # left over, hangs, or is another version's
+        return None
 
 
 def _uses(process: LiveProcess, places: set[Path]) -> bool:

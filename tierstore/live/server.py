@@ -201,7 +201,13 @@ class _Everything:
         return text
 
     def _look(self, shown: Sequence[Shown]) -> bytes:
-        runs = [found for each in shown if (found := _looked_at(each.view)) is not None]
+        runs: list[Mapping[str, object]] = []
+        for each in shown:
+            found = _looked_at(each.view)
+            if found is None:  # nobody has it any more, and nobody has removed it
+                self.remove(each)
+            else:
+                runs.append(found)
         text = _line(runs)
         return text if len(text) <= MOST_BYTES else _line([{"fault": f"more than {MOST_BYTES} bytes"}])
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from torch import nn
 
+from tests.sampling import IS_CI, PROFILE
 from tests.training.differential.__main__ import report_lost
 from tests.training.differential.features import OFF
 from tests.training.differential.programs import TABLES, WORDS, Layout, Piece, Program, filled
@@ -23,11 +24,8 @@ from tests.training.differential.strategies import programs
 from tests.training.differential.trial import end_checkpoints
 from tierstore.errors import UsageError
 
-CI_PROGRAMS = 200
 _PROGRAMS = (
-    int(os.environ.get("DIFFERENTIAL_PROGRAMS", "20000"))
-    if os.environ.get("HYPOTHESIS_PROFILE") == "long"
-    else CI_PROGRAMS
+    int(os.environ.get("DIFFERENTIAL_PROGRAMS", "20000")) if PROFILE == "long" else 100 if IS_CI else 200
 )
 
 
