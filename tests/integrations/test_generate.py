@@ -50,3 +50,22 @@ def test_every_mode_says_the_same_words(mode: str, kind: str, layout: str, tmp_p
         found.append((result.sequences, list(result.logits)))
     plain, ours = found
     assert_equal_values(plain, ours, "words")
+
+
+@pytest.mark.parametrize("mode", ["greedy", "without a cache", "beams"])
+def test_of_a_model_that_fits_nothing_moves_while_tokens_are_generated(mode: str, tmp_path: Path) -> None:
+    model: Any = built("llama")
+    nbytes = sum(each.nbytes for each in model.parameters())
+    config = {**tiers("device", tmp_path), "max_device_memory": 40 * nbytes}
+    with offload(model, None, config) as run:
+        for _ in range(2):
+            model.generate(tokens(), max_new_tokens=3, min_new_tokens=3, **MODES[mode])
+        moved = run.metrics()
+        model.generate(tokens(), max_new_tokens=48, min_new_tokens=48, **MODES[mode])
+        later = run.metrics()
+    up = [
+        name for name in moved if name.startswith("tierstore_traffic_bytes_total") and 'get="device"' in name
+    ]
+    assert up
+    assert 0 < sum(moved[name] for name in up) <= 2.1 * nbytes  # buffers, too
+    assert {name: later[name] for name in up} == {name: moved[name] for name in up}

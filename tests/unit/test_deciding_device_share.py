@@ -300,11 +300,57 @@ def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None
     assert share.around_evaluation is StepPhase.OPTIMIZER
     assert share.learns_from(StepPhase.EVALUATION)
     assert not share.learns_from(StepPhase.MODEL)
-    share.enter(share.around_evaluation, PhasePeak(300_000))
-    assert share.end_use(StepPhase.EVALUATION)
-    assert not share.is_measuring
+    assert share.end_evaluation(PhasePeak(300_000), is_whole=True)
+    assert not share.is_learning
+    share.enter(share.around_evaluation, PhasePeak())
     own = _own(share, Use(100_000))
     assert own[StepPhase.MODEL] == 400_000 - 110_000
+
+
+def _evaluate(share: DeviceShare, use: Use, *, is_whole: bool = True) -> bool:
+    """One evaluation; return whether it was learned from."""
+    _begin(share, StepPhase.EVALUATION, use)
+    is_learned = share.end_evaluation(PhasePeak(use.model_bytes), is_whole=is_whole)
+    share.enter(share.around_evaluation, PhasePeak())
+    return is_learned
+
+
+def test_what_one_evaluation_leaves_is_the_stores_own_until_a_step_was_measured() -> None:
+    share = _share(200_000)
+    learned = [_evaluate(share, Use(50_000)) for _ in range(3)]
+    assert learned == [True, False, False]
+    assert (share.phase, share.own_bytes) == (StepPhase.BETWEEN, 200_000 - 55_000)
+    _begin(share, StepPhase.MODEL, Use(0))
+    assert share.own_bytes == 0  # a first step takes the same bytes whatever there was before
+    for _ in range(3):
+        _step(share, Use(100_000))
+    share.begin_use(StepPhase.MODEL)
+    assert share.own_bytes == 200_000 - 110_000
+
+
+def test_of_an_evaluation_that_failed_nothing_is_learned() -> None:
+    share = _share(200_000)
+    assert _evaluate(share, Use(10_000), is_whole=False)
+    assert (share.own_bytes, share.is_learning) == (0, False)
+    assert _evaluate(share, Use(50_000))
+    assert share.own_bytes == 200_000 - 55_000
+
+
+@given(st.integers(100, 10_000), st.lists(st.integers(0, 10), max_size=60))
+def test_inputs_that_grow_little_by_little_are_measured_when_a_tenth_has_come_to_them(
+    elements: int, growth: list[int]
+) -> None:
+    """As tokens are generated; what is not measured is taken to grow with the inputs."""
+    share = _share(1 << 40)
+    per_element = 1000
+    _evaluate(share, Use(elements * per_element, elements=elements))
+    measured = elements
+    for more in growth:
+        elements += more
+        is_learned = _evaluate(share, Use(elements * per_element, elements=elements))
+        assert is_learned == (elements > measured * 1.1)
+        measured = elements if is_learned else measured
+        assert share.own_bytes <= (1 << 40) - elements * per_element
 
 
 def test_leases_that_need_more_than_the_stores_own_are_given_it_and_the_program_is_measured_again() -> None:
@@ -396,6 +442,11 @@ class ShareMachine(RuleBasedStateMachine):
         self.share.note_at_gradients(live_bytes)
         if self.share.end_use(phase):
             assert not self.share.is_measuring
+
+    @rule(peak=st.builds(PhasePeak, st.integers(0, 600_000)), is_whole=st.booleans())
+    def end_evaluation(self, peak: PhasePeak, *, is_whole: bool) -> None:
+        if self.share.end_evaluation(peak, is_whole=is_whole):
+            assert not self.share.is_learning
 
     @invariant()
     def own_is_between_the_floor_and_the_budget(self) -> None:

@@ -441,7 +441,7 @@ class Session:
         self.bindings.forget_addresses()
         self.clock.end_forward()
         if self.budget is not None:
-            self.budget.end_evaluation()
+            self.budget.end_evaluation(is_whole=sys.exception() is None)
         self.recorder.tell(Sign.BACKWARD if torch.is_grad_enabled() else Sign.EVALUATED)
         if sys.exception() is not None:
             self.recorder.break_step("an exception came out of the model")

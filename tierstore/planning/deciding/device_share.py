@@ -11,16 +11,19 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    every larger one.
 3. Where leases need more than the store's own, it is given what the program leaves at that moment, until
    they end, and the program is measured in every step.
-4. When inputs grow, the store makes room in proportion before the model runs, and it is measured
-   again.  Smaller inputs teach nothing about larger ones.
-5. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
+4. Evaluations are measured apart from steps, and one is enough, as it makes no state.  Between two uses the
+   store has what it has in a step; where none was measured yet, what it has in an evaluation: what fits
+   then stays from one forward pass to the next.
+5. When inputs grow, the store makes room in proportion before the model runs, and it is measured
+   again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
+6. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
 It is told what was measured and what is leased, and says what quota to give; who gave it says so
 (`DeviceShare.quota_bytes`).  A use of the model is `DeviceShare.begin_use`, `enter`, `too_much`,
 `expect_more` (and if it does, `enter` again), `begin_learning`; its optimizers' steps are `enter`,
-`begin_step`, `end_use`.  After every `enter` the store gets at least its own, and gives back what is more and
-not leased.
+`begin_step`, `end_use`; an evaluation ends with `end_evaluation` and `enter`.  After every `enter` the store
+gets at least its own, and gives back what is more and not leased.
 """
 
 from __future__ import annotations
@@ -35,8 +38,12 @@ ALIGNMENT_BYTES = 512
 """What devices' allocators round to."""
 
 LEARNING_STEPS = 2
+_LEARNING_EVALUATIONS = 1
 MARGIN = 1.1
 """Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
+
+_LITTLE_LARGER = MARGIN
+"""Inputs so many times as large need no measuring: what grows with their square is within the margin, too."""
 
 
 class StepPhase(enum.Enum):
@@ -86,11 +93,20 @@ class PhasePeak:
 class _Lesson:
     """How much of one kind of use is known: of steps, or of evaluations."""
 
-    steps_to_learn: int = LEARNING_STEPS
+    uses_to_learn_from: int
+    steps_to_learn: int = 0
     seen_elements: int = 0  # of the largest inputs so far
+    measured_elements: int = 0  # of the largest ones that were measured
     elements: int = 0  # of the last inputs
     too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
     needed_bytes: int = 0  # by them
+
+    def __post_init__(self) -> None:
+        self.learn_again()
+
+    def learn_again(self) -> None:
+        """What is known is of other inputs."""
+        self.steps_to_learn = self.uses_to_learn_from
 
 
 class DeviceShare:
@@ -133,7 +149,10 @@ class DeviceShare:
         self._step_bytes = 0
         self._before_step_bytes = 0
         self._around_evaluation = StepPhase.BETWEEN
-        self._lessons = {StepPhase.MODEL: _Lesson(), StepPhase.EVALUATION: _Lesson()}
+        self._lessons = {
+            StepPhase.MODEL: _Lesson(LEARNING_STEPS),
+            StepPhase.EVALUATION: _Lesson(_LEARNING_EVALUATIONS),
+        }
         self._learning: _Lesson | None = None
         self._elements = 0  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
@@ -173,7 +192,8 @@ class DeviceShare:
             for each in (phase, StepPhase.OPTIMIZER) if phase is StepPhase.MODEL else (phase,):
                 program_bytes = self._program.get(each, 0)
                 self._program[each] = program_bytes * elements // max(1, lesson.seen_elements)
-            lesson.steps_to_learn = LEARNING_STEPS
+            if elements > lesson.measured_elements * _LITTLE_LARGER:
+                lesson.learn_again()
             self._divide()
         lesson.seen_elements = elements
         return is_known
@@ -212,6 +232,27 @@ class DeviceShare:
         self._has_ended |= is_learned
         return is_learned
 
+    def end_evaluation(self, peak: PhasePeak, *, is_whole: bool) -> bool:
+        """The model has run for itself; what it took is known at once.  Another phase is to be entered.
+
+        Args:
+            peak: of the evaluation.
+            is_whole: whether it came to its end: of one that an exception ended nothing is learned.
+
+        Returns:
+            whether it was learned from.
+        """
+        self._take_in(peak)
+        if not self.learns_from(StepPhase.EVALUATION):
+            return False
+        self._has_ended = True
+        if is_whole:
+            self._conclude()
+        else:
+            self._learning, self._has_ended = None, False
+            self._seen.clear()
+        return True
+
     def stop_learning(self) -> None:
         """Nothing is measured any more."""
         self._learning = None
@@ -227,6 +268,7 @@ class DeviceShare:
             self._program[phase] = max(former_bytes, peak_bytes)
         self._seen.clear()
         if is_like_the_largest:
+            lesson.measured_elements = self._elements
             lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
             self._divide()
@@ -240,9 +282,12 @@ class DeviceShare:
             phase: that begins.
             peak: of the one that ends.
         """
+        self._take_in(peak)
+        self.phase = phase
+
+    def _take_in(self, peak: PhasePeak) -> None:
         self.note_peak(peak)
         self._note_excess(peak.whole_bytes - self._limit_bytes)
-        self.phase = phase
 
     def note_peak(self, peak: PhasePeak) -> None:
         """Keep the peak of the phase that ends: the last use measured counts, as the first makes state."""
@@ -333,7 +378,8 @@ class DeviceShare:
             if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
                 rest_bytes = min(rest_bytes, self._beside_steps_bytes)
             self._own[phase] = max(self._floor_bytes, rest_bytes)
-        self._own[StepPhase.BETWEEN] = self._own[StepPhase.MODEL]
+        like = StepPhase.MODEL if StepPhase.MODEL in self._program else StepPhase.EVALUATION
+        self._own[StepPhase.BETWEEN] = self._own[like]
 
     @property
     def is_to_prepare(self) -> bool:

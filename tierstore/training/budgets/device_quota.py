@@ -92,19 +92,18 @@ class DeviceQuota:
             self._meter.begin_step()
             self._share.begin_step(self._meter.live_bytes())
 
-    def end_evaluation(self) -> None:
-        """The model has run for itself."""
-        if self._share.phase is StepPhase.EVALUATION:  # and it may have run in the midst of a step
-            self._end(StepPhase.EVALUATION, self._share.around_evaluation)
+    def end_evaluation(self, *, is_whole: bool) -> None:
+        """The model has run for itself, to its end or until an exception ended it."""
+        if self._share.phase is not StepPhase.EVALUATION:  # it may have run in the midst of a step
+            return
+        if self._share.end_evaluation(self._phase_peak(), is_whole=is_whole):
+            self._meter.end()
+        self._enter(self._share.around_evaluation)
 
     def end_step(self) -> None:
-        """An optimizer has stepped, or a model without one was used."""
-        self._end(StepPhase.MODEL, StepPhase.BETWEEN)
-
-    def _end(self, phase: StepPhase, then: StepPhase) -> None:
-        """A use has ended, unless another optimizer steps, too."""
-        self._enter(then)
-        if self._share.end_use(phase):
+        """An optimizer has stepped, unless another one steps, too; or a model without one was used."""
+        self._enter(StepPhase.BETWEEN)
+        if self._share.end_use(StepPhase.MODEL):
             self._meter.end()
 
     def look(self) -> None:
@@ -136,13 +135,15 @@ class DeviceQuota:
 
     def _enter(self, phase: StepPhase) -> None:
         if phase is not self._share.phase:
-            whole_bytes = self._meter.take_whole_peak() or 0
-            self._share.enter(phase, self._take_peak(whole_bytes))
+            self._share.enter(phase, self._phase_peak())
         self._resized(self._share.own_bytes)
         with self._lock:
             if self._share.quota_bytes < self._share.own_bytes:
                 self._give(self._share.own_bytes)
         self.settle()
+
+    def _phase_peak(self) -> PhasePeak:
+        return self._take_peak(self._meter.take_whole_peak() or 0)
 
     def _take_peak(self, whole_bytes: int) -> PhasePeak:
         if not self._share.is_measuring:

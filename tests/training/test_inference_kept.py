@@ -1,0 +1,110 @@
+"""Inference keeps on the device what fits there, from one forward pass to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.twins import config_of, same
+from tierstore.testing.memory import DeviceBudget
+from tierstore.training import Offload, offload
+
+WIDTH, LAYERS = 256, 11
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+MODEL_BYTES = sum(each.nbytes for each in _model().parameters())
+
+
+def _inputs(rows: int) -> Tensor:
+    return torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
+
+
+def _moved_up(run: Offload) -> float:
+    """Return the bytes that were copied to the device so far."""
+    return sum(
+        value
+        for name, value in run.metrics().items()
+        if name.startswith("tierstore_traffic_bytes_total") and 'target="device"' in name
+    )
+
+
+def _each_moves(run: Offload, model: nn.Module, rows: Iterator[int] | list[int]) -> list[float]:
+    """Run the model on so many rows each time; return what each moved, as a share of the model."""
+    found, plain = [], _model()
+    for each in rows:
+        before = _moved_up(run)
+        with torch.no_grad():
+            ours, expected = model(_inputs(each)), plain(_inputs(each))
+        found.append((_moved_up(run) - before) / MODEL_BYTES)
+        assert same(ours, expected)
+    return found
+
+
+def _config(tiers: str, path: Path, device_bytes: int) -> dict[str, object]:
+    more = {"offload_cpu_size": 2 * MODEL_BYTES, "max_device_memory": device_bytes}
+    return config_of(tiers, path, more)
+
+
+ROWS = {
+    "equal": [4] * 8,
+    "one more each time": list(range(4, 12)),
+    "some fewer": [8, 3, 8, 1, 8, 5, 8, 8],
+}
+
+
+@pytest.mark.parametrize("tiers", ["device", "three"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_of_a_model_that_fits_nothing_moves_after_its_second_forward(
+    tiers: str, rows: list[int], has_optimizer: bool, tmp_path: Path
+) -> None:
+    model = _model()
+    optimizer = torch.optim.Adam(model.parameters()) if has_optimizer else None
+    with offload(model, optimizer, _config(tiers, tmp_path, 4 * MODEL_BYTES)) as run:
+        moved = _each_moves(run, model, rows)
+    assert max(moved[:2]) <= 1
+    assert moved[2:] == [0] * 6
+
+
+def test_of_one_that_does_not_fit_a_part_stays(tmp_path: Path) -> None:
+    model = _model()
+    with offload(model, None, _config("device", tmp_path, MODEL_BYTES // 2)) as run:
+        moved = _each_moves(run, model, [4] * 10)
+    assert max(moved[4:]) < 0.8
+
+
+def test_what_is_kept_leaves_training_its_budget(tmp_path: Path) -> None:
+    """It is the training's first step that must not find the device full of what an evaluation has kept."""
+    model, limit_bytes = _model(), 3 * MODEL_BYTES
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        DeviceBudget(limit_bytes),
+        offload(model, optimizer, _config("device", tmp_path, limit_bytes)) as run,
+    ):
+        _each_moves(run, model, [4] * 4)
+        for _ in range(4):
+            model(_inputs(64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_of_a_forward_that_failed_nothing_is_learned(tmp_path: Path) -> None:
+    model = _model()
+    handle = model[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("no")))
+    with offload(model, None, _config("device", tmp_path, 4 * MODEL_BYTES)) as run:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="no"), torch.no_grad():
+                model(_inputs(4))
+        assert run.store.stats().tiers["device"].charged_bytes == 0
+        handle.remove()
+        moved = _each_moves(run, model, [4] * 4)
+    assert moved[2:] == [0] * 2
