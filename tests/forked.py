@@ -31,6 +31,7 @@ def in_child(act: Callable[[], object]) -> None:
         signal.alarm(TIMEOUT_S)
         try:
             os.close(reading)
+            faulthandler.disable()  # a test may have put back the handlers of all signals
             faulthandler.enable(writing)
             act()
             gc.collect()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.fault.test_forks import all_held, locks_of
-from tests.forked import in_child, in_thread
+from tests.forked import in_child, run_python
 from tests.training.swap_models import Llama, config, inputs, whole_layers
 from tierstore.errors import StoreForked
 from tierstore.training import Offload, offload, swap
@@ -113,7 +113,22 @@ def use_all(model: nn.Module, optimizer: torch.optim.Optimizer, run: Offload) ->
 def test_whatever_a_child_does_with_a_run_is_refused_by_name(layout: str, tmp_path: Path) -> None:
     with running(layout, tmp_path / "x") as parts:
         in_child(lambda: use_all(*parts))
+
+
+IN_A_THREAD = """
+import sys
+from pathlib import Path
+from tests.forked import in_child, in_thread
+from tests.training.test_forks import LAYOUTS, running, use_all
+for layout in LAYOUTS:
+    with running(layout, Path(sys.argv[1]) / layout) as parts:
         in_thread(lambda: in_child(lambda: use_all(*parts)))
+"""
+
+
+def test_a_child_that_a_thread_makes_is_told_the_same(tmp_path: Path) -> None:
+    """In a process of its own: among what hundreds of other tests leave, such a child has been killed."""
+    run_python(IN_A_THREAD, str(tmp_path))
 
 
 @every_layout
