@@ -16,12 +16,18 @@ from typing import Any, Final
 
 import torch
 
+from tierstore import signals
 from tierstore.torch_private import (
     DisableTorchDispatch,
+    EnableTorchFunction,
     dispatch_key,
     is_dispatch_key_included,
     set_dispatch_key_included,
 )
+
+# A signal may come where PyTorch has switched subclasses off, as at the end of each `record_function`: its
+# handler finds parameters with their bytes, as anywhere.
+signals.call_in(EnableTorchFunction)
 
 
 def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401

@@ -14,6 +14,7 @@ that must not be parted is marked `uninterrupted`:
    design is `interruptible`, but for functions in it that are to be `in_one_piece`.
 5. As the end of such a function tells nobody, what waits is sent again, at first after a millisecond and then
    ever more seldom; what comes after all was handled, as often as the first.
+6. Handlers are called in a context (`call_in`), as Python may run them where something is switched off.
 
 From the first store on, Python's handlers are called through here, those that are set later, too: all of
 them are set by ``_signal.signal``, whose place is taken.  ``signal.getsignal`` and ``signal.signal`` return
@@ -35,6 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -130,6 +132,19 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     return whole
 
 
+_surrounding: Callable[[], AbstractContextManager[object]] | None = None
+
+
+def call_in(context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Let all handlers be called in a context, from now on: one that undoes what code around may have set.
+
+    Args:
+        context: makes it; entering and leaving it is no code of Python.
+    """
+    global _surrounding  # noqa: PLW0603 - handlers are the process's
+    _surrounding = context
+
+
 @let_wait
 def _deliver(frame: FrameType | None) -> bool:
     """Call the handlers of what came in the midst of marked code, if that has ended where ``frame`` is.
@@ -157,7 +172,11 @@ def _deliver(frame: FrameType | None) -> bool:
 
 def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
     """Call a handler: what it does may be parted again."""
-    handler(number, frame)
+    if _surrounding is None:
+        handler(number, frame)
+        return
+    with _surrounding():
+        handler(number, frame)
 
 
 def _must_wait(frame: FrameType | None) -> bool:

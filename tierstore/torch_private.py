@@ -130,6 +130,7 @@ __all__ = [
     "DeviceContext",
     "DisableAutocast",
     "DisableTorchDispatch",
+    "EnableTorchFunction",
     "ExcludeDispatchKeys",
     "NormWithStatistics",
     "OpOverload",
@@ -302,6 +303,8 @@ current_dispatch_mode: Callable[[], object | None] = _python_dispatch._get_curre
 leave_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 # As `leave_dispatch_modes`, which takes 6 us more for each tensor that is kept under a mode of ours.
 DisableTorchDispatch: Callable[[], AbstractContextManager[Any]] = _C._DisableTorchDispatch
+# Signal handlers that come where PyTorch has switched subclasses off find offloaded parameters without bytes.
+EnableTorchFunction: Callable[[], AbstractContextManager[Any]] = _C._EnableTorchFunction
 # As `count_dispatch_modes`, for ``TorchFunctionMode``.
 count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 # As `count_function_modes`: ``with torch.device(...)`` is taken for a mode that changes tensors.

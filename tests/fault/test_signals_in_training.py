@@ -23,7 +23,7 @@ from torch import nn
 
 import tierstore as ts
 from tests.fault.test_signals import AlarmError, AtLine, handled, raising, send
-from tierstore import signals
+from tierstore import signals, torch_private
 from tierstore.training import offload
 
 ROOT = str(Path(ts.__file__).parent)
@@ -224,6 +224,26 @@ def test_a_handler_may_look_at_the_model_and_its_run(layout: str, tmp_path: Path
                     break
     assert len(seen) == number + (met.line is not None)
     assert len(seen) > 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("disabled", [torch.DisableTorchFunctionSubclass, torch._C.DisableTorchFunction])
+def test_a_handler_sees_values_where_pytorch_has_switched_subclasses_off(
+    disabled: type[contextlib.AbstractContextManager[None]], layout: str, tmp_path: Path
+) -> None:
+    """As at the end of each `record_function`, and so of each optimizer's `zero_grad`."""
+    model, optimizer = build()
+    seen: list[State] = []
+    with offload(model, optimizer, {**LAYOUTS[layout], "offload_path": str(tmp_path)}):
+        step(model, optimizer)
+        expected = state_of(model)
+        with handled(lambda _number, _frame: seen.append(state_of(model))):
+            with disabled():
+                send()
+                assert not torch_private.are_subclasses_seen()
+            wait_for_handlers()
+    (found,) = seen
+    assert bits(found) == bits(expected)
 
 
 @pytest.mark.filterwarnings(  # a file was opened, and the interrupt came before its ``with`` began

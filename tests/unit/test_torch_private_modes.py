@@ -69,6 +69,17 @@ def test_no_dispatch_mode_sees_what_is_done_without_dispatch_to_python() -> None
     assert kept._version == alias._version == 1
 
 
+@pytest.mark.parametrize("disabled", [torch.DisableTorchFunctionSubclass, torch._C.DisableTorchFunction])
+def test_functions_are_seen_again_for_a_while(
+    disabled: type[contextlib.AbstractContextManager[None]],
+) -> None:
+    with disabled():
+        with private.EnableTorchFunction():
+            assert private.are_subclasses_seen()
+        assert not private.are_subclasses_seen()
+    assert private.are_subclasses_seen()
+
+
 def test_function_modes_are_a_stack_that_can_be_taken_from() -> None:
     assert not private.is_function_mode_on()
     with _Watching() as mode:
