@@ -57,7 +57,7 @@ _NEEDS_SIMULATION = _TESTS / "accelerator"
 _TRAINING = _TESTS / "training"
 _SAMPLED = frozenset(
     {"conformance", "fault", "integrations", "training"}
-)  # the other folders are tried as a whole
+)  # elsewhere tests choose themselves
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -42,7 +42,7 @@ Said = dict[str, tuple[Path, str, str]]
 
 @pytest.fixture(scope="module", name="said")
 def _said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """Run all programs, each to its end, and killed on the way."""
+    """Run the programs that are tried, each to its end, and killed on the way."""
     programs = [each.text for each in blocks.blocks(PAGE) if "def main" in each.text]
     runs = {}
     texts = dict(zip(PROGRAMS, programs, strict=True))

@@ -268,12 +268,13 @@ CASES: Mapping[str, Case] = {
 }
 
 
+OF_TWO = tried(CASES, of=3)
 OF_FOUR = ("three tiers", "clipped and accumulated", "mixed precision", "resharded to two")
 
 
 def shards(rank: int, processes: int, folder: Path) -> object:
     """Every case; of four processes, of which one has no row of the last layer, those that know of it."""
-    names = tried(CASES, of=3) if processes == 2 else OF_FOUR
+    names = OF_TWO if processes == 2 else OF_FOUR
     cases = {**CASES, "resharded to two": Case(reshards=2, tiers="three")}
     found = {}
     for name in names:

@@ -10,7 +10,7 @@ import pytest
 from torch import distributed
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.training.rank_shards import OF_FOUR, Deep
+from tests.training.rank_shards import CASES, OF_FOUR, OF_TWO, Deep
 from tests.training.test_ranks import led
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
@@ -36,7 +36,8 @@ def _each(found: Found) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def test_losses_norms_shards_and_state_are_those_of_fsdp_and_so_is_training_afterwards(found: Found) -> None:
-    assert len(_each(found)) > 30
+    assert len(_each(found)) == 2 * len(OF_TWO) + 4 * len(OF_FOUR)
+    assert 2 * len(CASES) + 4 * len(OF_FOUR) > 50
     assert not {name: each["differs"] for name, each in _each(found) if each["differs"]}
 
 

@@ -66,7 +66,7 @@ def _step(share: DeviceShare, use: Use) -> int | None:
     if share.learns_from(StepPhase.MODEL):
         share.begin_step(0)
     share.enter(StepPhase.BETWEEN, PhasePeak(use.optimizer_bytes))
-    share.end_use(StepPhase.MODEL)
+    share.end_step()
     return None
 
 
@@ -78,7 +78,7 @@ def _own(share: DeviceShare, use: Use) -> dict[StepPhase, int]:
     share.enter(StepPhase.OPTIMIZER, PhasePeak(use.model_bytes))
     found[StepPhase.OPTIMIZER] = share.own_bytes
     share.enter(StepPhase.BETWEEN, PhasePeak(use.optimizer_bytes))
-    share.end_use(StepPhase.MODEL)
+    share.end_step()
     return found
 
 
@@ -202,7 +202,7 @@ def test_a_peak_that_was_hidden_is_no_less_than_the_one_before() -> None:
     _step(share, Use(100_000))
     _begin(share, StepPhase.MODEL, Use(0))
     share.enter(StepPhase.OPTIMIZER, PhasePeak(10_000, is_hidden=True))
-    share.end_use(StepPhase.MODEL)
+    share.end_step()
     assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 110_000
 
 
@@ -250,7 +250,7 @@ def test_what_an_optimizer_takes_in_backward_comes_on_top_of_what_is_there_at_gr
         share.enter(StepPhase.OPTIMIZER, PhasePeak(20_000))
         share.begin_step(50_000)
         share.enter(StepPhase.BETWEEN, PhasePeak(60_000))  # 10,000 of its own
-        share.end_use(StepPhase.MODEL)
+        share.end_step()
     assert _own(share, Use(1))[StepPhase.MODEL] == 300_000 - 33_000
     assert share.allows_steps_in_backward
 
@@ -328,6 +328,19 @@ def test_what_one_evaluation_leaves_is_the_stores_own_until_a_step_was_measured(
     assert share.own_bytes == 200_000 - 110_000
 
 
+def test_an_evaluation_between_the_first_two_steps_gives_the_store_nothing_in_steps() -> None:
+    share = _share(400_000)
+    _step(share, Use(100_000))
+    for _ in range(2):
+        _evaluate(share, Use(50_000))
+        share.begin_use(StepPhase.MODEL)
+        share.enter(StepPhase.MODEL, PhasePeak())
+        assert share.own_bytes == 0
+    _step(share, Use(100_000))
+    _evaluate(share, Use(50_000))
+    assert share.own_bytes == 400_000 - 110_000
+
+
 def test_of_an_evaluation_that_failed_nothing_is_learned() -> None:
     share = _share(200_000)
     assert _evaluate(share, Use(10_000), is_whole=False)
@@ -399,7 +412,9 @@ def test_nothing_is_measured_of_a_run_that_ends(phase: StepPhase, *, is_stopped:
     if is_stopped:
         share.stop_learning()
     assert (share.is_learning, share.is_measuring) == (not is_stopped, not is_stopped)
-    assert share.end_use(phase) == (not is_stopped)
+    is_step = phase is StepPhase.MODEL
+    is_learned = share.end_step() if is_step else share.end_evaluation(PhasePeak(), is_whole=True)
+    assert is_learned == (not is_stopped)
 
 
 class ShareMachine(RuleBasedStateMachine):
@@ -437,10 +452,10 @@ class ShareMachine(RuleBasedStateMachine):
         self.share.quota_bytes = self.share.settled_bytes(0)
         assert self.share.quota_bytes == self.share.own_bytes
 
-    @rule(phase=st.sampled_from([StepPhase.MODEL, StepPhase.EVALUATION]), live_bytes=st.integers(0, 600_000))
-    def end(self, phase: StepPhase, live_bytes: int) -> None:
+    @rule(live_bytes=st.integers(0, 600_000))
+    def end_step(self, live_bytes: int) -> None:
         self.share.note_at_gradients(live_bytes)
-        if self.share.end_use(phase):
+        if self.share.end_step():
             assert not self.share.is_measuring
 
     @rule(peak=st.builds(PhasePeak, st.integers(0, 600_000)), is_whole=st.booleans())

@@ -19,17 +19,16 @@ from tierstore.live import client
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Let sockets be in a directory of this test's; pytest's own are too long for them."""
+def folder() -> Iterator[Path]:
+    """Make a directory for a socket: pytest's own are too long for one."""
     with tempfile.TemporaryDirectory(prefix="ts") as place:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", place)
-        yield Path(place) / "tierstore"
+        yield Path(place)
 
 
 @contextlib.contextmanager
 def answering(folder: Path, *parts: bytes, is_ended: bool = True) -> Iterator[Path]:
     """Answer at a socket as no process of ours would."""
-    path = folder.parent / "1.sock"
+    path = folder / "1.sock"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
@@ -118,7 +117,7 @@ def test_who_never_answers_is_left(folder: Path, parts: tuple[bytes, ...]) -> No
 
 
 def test_who_sends_a_byte_at_a_time_is_left_in_time(folder: Path) -> None:
-    path = folder.parent / "1.sock"
+    path = folder / "1.sock"
     ended = threading.Event()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))

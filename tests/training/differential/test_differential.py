@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from torch import nn
 
-from tests.sampling import IS_CI, PROFILE
+from tests.sampling import PROFILE
 from tests.training.differential.__main__ import report_lost
 from tests.training.differential.features import OFF
 from tests.training.differential.programs import TABLES, WORDS, Layout, Piece, Program, filled
@@ -24,9 +24,8 @@ from tests.training.differential.strategies import programs
 from tests.training.differential.trial import end_checkpoints
 from tierstore.errors import UsageError
 
-_PROGRAMS = (
-    int(os.environ.get("DIFFERENTIAL_PROGRAMS", "20000")) if PROFILE == "long" else 100 if IS_CI else 200
-)
+_LONG_PROGRAMS = int(os.environ.get("DIFFERENTIAL_PROGRAMS", "20000"))
+_PROGRAMS = {"ci": 100, "long": _LONG_PROGRAMS}.get(PROFILE, 200)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
 It is told what was measured and what is leased, and says what quota to give; who gave it says so
 (`DeviceShare.quota_bytes`).  A use of the model is `DeviceShare.begin_use`, `enter`, `too_much`,
 `expect_more` (and if it does, `enter` again), `begin_learning`; its optimizers' steps are `enter`,
-`begin_step`, `end_use`; an evaluation ends with `end_evaluation` and `enter`.  After every `enter` the store
+`begin_step`, `end_step`; an evaluation ends with `end_evaluation` and `enter`.  After every `enter` the store
 gets at least its own, and gives back what is more and not leased.
 """
 
@@ -97,6 +97,7 @@ class _Lesson:
     steps_to_learn: int = 0
     seen_elements: int = 0  # of the largest inputs so far
     measured_elements: int = 0  # of the largest ones that were measured
+    is_known: bool = False  # whether the store's own is what such uses leave
     elements: int = 0  # of the last inputs
     too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
     needed_bytes: int = 0  # by them
@@ -194,6 +195,7 @@ class DeviceShare:
                 self._program[each] = program_bytes * elements // max(1, lesson.seen_elements)
             if elements > lesson.measured_elements * _LITTLE_LARGER:
                 lesson.learn_again()
+            lesson.is_known = True
             self._divide()
         lesson.seen_elements = elements
         return is_known
@@ -226,9 +228,9 @@ class DeviceShare:
         """What the program did before the model ran for itself, and does again when it has run."""
         return self._around_evaluation
 
-    def end_use(self, phase: StepPhase) -> bool:
-        """A use has ended, unless another optimizer steps, too; return whether it was learned from."""
-        is_learned = self.learns_from(phase)
+    def end_step(self) -> bool:
+        """A step has ended, unless another optimizer steps, too; return whether it was learned from."""
+        is_learned = self.learns_from(StepPhase.MODEL)
         self._has_ended |= is_learned
         return is_learned
 
@@ -271,6 +273,7 @@ class DeviceShare:
             lesson.measured_elements = self._elements
             lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
+            lesson.is_known = True
             self._divide()
 
     # --- phases ---------------------------------------------------------------------------------
@@ -371,15 +374,19 @@ class DeviceShare:
     def _divide(self) -> None:
         """Make the store's own what the program leaves of the budget."""
         gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
-        for phase, program_bytes in self._program.items():
+        for phase in filter(self._is_known, self._program):
             rest_bytes = (
-                self._limit_bytes - self._spared(program_bytes) - gradient_bytes - self._unseen[phase]
+                self._limit_bytes - self._spared(self._program[phase]) - gradient_bytes - self._unseen[phase]
             )
             if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
                 rest_bytes = min(rest_bytes, self._beside_steps_bytes)
             self._own[phase] = max(self._floor_bytes, rest_bytes)
-        like = StepPhase.MODEL if StepPhase.MODEL in self._program else StepPhase.EVALUATION
+        like = StepPhase.MODEL if self._is_known(StepPhase.MODEL) else StepPhase.EVALUATION
         self._own[StepPhase.BETWEEN] = self._own[like]
+
+    def _is_known(self, phase: StepPhase) -> bool:
+        """Whether the store's own in a phase is what the program leaves: enough uses were measured."""
+        return self._lessons[phase if phase is StepPhase.EVALUATION else StepPhase.MODEL].is_known
 
     @property
     def is_to_prepare(self) -> bool:

@@ -119,7 +119,7 @@ class DividedDevice:
     def end_step(self) -> None:
         """An optimizer has stepped."""
         self._enter(StepPhase.BETWEEN)
-        self._share.end_use(StepPhase.MODEL)
+        self._share.end_step()
 
     def _enter(self, phase: StepPhase) -> None:
         if phase is not self._share.phase:

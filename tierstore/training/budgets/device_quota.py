@@ -103,7 +103,7 @@ class DeviceQuota:
     def end_step(self) -> None:
         """An optimizer has stepped, unless another one steps, too; or a model without one was used."""
         self._enter(StepPhase.BETWEEN)
-        if self._share.end_use(StepPhase.MODEL):
+        if self._share.end_step():
             self._meter.end()
 
     def look(self) -> None:
