@@ -35,10 +35,10 @@ Sent = list[tuple[str, int]]
 class Block(nn.Module):
     """A layer whose rows no number of processes divides."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, more: int = 3) -> None:
         super().__init__()
-        self.wide = nn.Linear(width, width + 3)
-        self.back = nn.Linear(width + 3, width)
+        self.wide = nn.Linear(width, width + more)
+        self.back = nn.Linear(width + more, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.back(torch.tanh(self.wide(x)))

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from tests.training.rank_shards import (
     CASES,
     Case,
-    Deep,
     Life,
     as_sharded,
     build,
     differences,
     give_values,
     local_bytes,
+    new_model,
     offloaded,
     said_by,
     train,
@@ -33,26 +33,30 @@ VALUED: Mapping[str, Case] = {
     "files": CASES["clipped"],
     "one file": replace(CASES["frozen"], tiers="host"),
     "three tiers": CASES["three tiers"],
+    "columns": replace(CASES["clipped"], mesh="columns"),
+    "replicas": replace(CASES["clipped"], mesh="replicas"),
+    "tensor parallel": replace(CASES["clipped"], mesh="tensor parallel"),
 }
 
 
 def on_meta(case: Case, processes: int) -> Life:
     """Return a sharded model without values."""
     with torch.device("meta"):
-        model = Deep()
+        model = new_model(case)
     return as_sharded(model, case, processes)
 
 
-def written(folder: Path, *, files: int, but: str = "") -> Path:
+def written(folder: Path, case: Case, *, files: int, but: str = "") -> Path:
     """Write the values that `build` gives a model; return what ``weights`` is to be.
 
     Args:
         folder: where to.
+        case: that is built.
         files: how many; of several, an index says what is where.
         but: a tensor that is left out.
     """
     torch.manual_seed(0)
-    state = {name: each for name, each in Deep().state_dict().items() if name != but}
+    state = {name: each for name, each in new_model(case).state_dict().items() if name != but}
     folder.mkdir(exist_ok=True)
     if files == 1:
         save_file(state, folder / "one.safetensors")
@@ -69,15 +73,17 @@ def shards_valued(rank: int, processes: int, folder: Path) -> object:
     """Models without values read theirs from files, each process its part, and train."""
     found: dict[str, object] = {}
     if rank == 0:
-        written(folder / "weights", files=3)
-        written(folder / "weights", files=1)
-        written(folder / "torn", files=2, but="layers.2.back.weight")
+        written(folder / "weights", CASES["plain"], files=3)
+        written(folder / "weights", CASES["plain"], files=1)
+        written(folder / "tensor parallel weights", VALUED["tensor parallel"], files=2)
+        written(folder / "torn", CASES["plain"], files=2, but="layers.2.back.weight")
     distributed.barrier()
     for name, case in VALUED.items():
         plain, life = build(case, processes), on_meta(case, processes)
-        one = "one.safetensors" if name == "one file" else ""
+        weights = folder / ("tensor parallel weights" if case.mesh == "tensor parallel" else "weights")
+        weights /= "one.safetensors" if name == "one file" else ""
         (place := folder / name).mkdir(exist_ok=True)
-        with DeviceBudget("64MB") as meter, offloaded(life, case, place, weights=folder / "weights" / one):
+        with DeviceBudget("64MB") as meter, offloaded(life, case, place, weights=weights):
             peak_bytes = meter.peak_bytes
             here = [each for each in life.model.parameters() if type(each) is DTensor]
             for each in (plain, life):

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 
 from tests.sampling import tried
 from tests.training.rank_collectives import Block
+from tests.training.rank_meshes import MESHES
 from tests.training.twins import LATE_AND_OVERWRITTEN
 from tierstore.errors import ConfigError, UsageError
 from tierstore.training import InitialValues, Offload, offload
@@ -48,10 +49,10 @@ WIDTH = 64
 class Deep(nn.Module):
     """Layers whose rows no number of processes divides, between a projection and another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: int = 3) -> None:
         super().__init__()
         self.into = nn.Linear(7, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(5))
+        self.layers = nn.ModuleList(Block(WIDTH, more) for _ in range(5))
         self.out = nn.Linear(WIDTH, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +78,7 @@ class Case:
         frozen: whether the first layer is.
         prefetches: whether each layer gathers the next one ahead.
         is_meta: whether the model is built on the meta device.
+        mesh: over what it is sharded: see `MESHES`.
     """
 
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam
@@ -89,6 +91,7 @@ class Case:
     frozen: bool = False
     prefetches: bool = False
     is_meta: bool = False
+    mesh: str = "line"
 
 
 @dataclass
@@ -110,11 +113,16 @@ def build(case: Case, processes: int) -> Life:
     """Return a sharded model with its optimizer."""
     torch.manual_seed(0)
     with torch.device("meta" if case.is_meta else "cpu"):
-        model = Deep()
+        model = new_model(case)
     life = as_sharded(model, case, processes)
     if case.is_meta:
         give_values(model)
     return life
+
+
+def new_model(case: Case) -> nn.Module:
+    """Return the model of a case as it is before it is sharded."""
+    return Deep(6 if case.mesh == "tensor parallel" else 3)  # which two have to divide
 
 
 def as_sharded(model: nn.Module, case: Case, processes: int) -> Life:
@@ -122,8 +130,8 @@ def as_sharded(model: nn.Module, case: Case, processes: int) -> Life:
     layers: Any = model.get_submodule("layers")
     if case.frozen:
         layers[0].requires_grad_(requires_grad=False)
-    mesh = init_device_mesh("cpu", (processes,))
-    how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshards, "mp_policy": case.precision}
+    how = MESHES[case.mesh](model, processes)
+    how |= {"reshard_after_forward": case.reshards, "mp_policy": case.precision}
     parts: dict[str, list[Any]] = {"layers": [*layers], "pairs": [[*layers[:2]]], "model": []}
     for part in (*parts[case.apart], model):
         fully_shard(part, **how)
@@ -158,7 +166,8 @@ def distribute_as(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def train(life: Life, case: Case, steps: int, rank: int, begin: int = 0) -> None:
     """Make some steps, with other inputs in each process and step."""
     for step in range(begin, begin + steps):
-        generator = torch.Generator().manual_seed(100 * step + rank)
+        data_rank = rank // 2 if case.mesh == "tensor parallel" else rank
+        generator = torch.Generator().manual_seed(100 * step + data_rank)
         for number in range(case.passes):
             life.model.set_requires_gradient_sync(number == case.passes - 1)
             loss = life.model(torch.randn(4, 7, generator=generator)).float().square().mean()
@@ -269,13 +278,30 @@ CASES: Mapping[str, Case] = {
 
 
 OF_TWO = tried(CASES, of=3)
-OF_FOUR = ("three tiers", "clipped and accumulated", "mixed precision", "resharded to two")
+_OF_FOUR: Mapping[str, Case] = {
+    **{name: CASES[name] for name in ("three tiers", "clipped and accumulated", "mixed precision")},
+    "resharded to two": Case(reshards=2, tiers="three"),
+    "columns": Case(mesh="columns", tiers="three", passes=2),
+    "replicas": Case(mesh="replicas", max_norm=0.05, passes=2),
+    "replicas, resharded": Case(mesh="replicas", reshards=True, precision=_bf16(), tiers="three"),
+    "tensor parallel": Case(mesh="tensor parallel", tiers="three"),
+    "tensor parallel, clipped": Case(mesh="tensor parallel", max_norm=0.05, passes=2),
+    "tensor parallel, mixed": Case(mesh="tensor parallel", precision=_bf16(), tiers="three"),
+    "tensor parallel, fused": Case(
+        mesh="tensor parallel", optimizer=lambda p: torch.optim.AdamW(p, fused=True)
+    ),
+    "tensor parallel, foreach": Case(
+        mesh="tensor parallel", optimizer=lambda p: torch.optim.AdamW(p, foreach=True), frozen=True
+    ),
+}
+OF_FOUR = tried(_OF_FOUR, of=2)
+OF_EIGHT = ("three tiers", "clipped and accumulated", "mixed precision", "resharded to two")
 
 
 def shards(rank: int, processes: int, folder: Path) -> object:
     """Every case; of four processes, of which one has no row of the last layer, those that know of it."""
-    names = OF_TWO if processes == 2 else OF_FOUR
-    cases = {**CASES, "resharded to two": Case(reshards=2, tiers="three")}
+    names = {2: OF_TWO, 4: OF_FOUR}.get(processes, OF_EIGHT)
+    cases = {**CASES, **_OF_FOUR}
     found = {}
     for name in names:
         (place := folder / name.replace(" ", "-")).mkdir(exist_ok=True)
@@ -286,9 +312,9 @@ def shards(rank: int, processes: int, folder: Path) -> object:
 # ---------------------------------------------------------------------- what users do with them
 
 
-def shards_seen(rank: int, processes: int, folder: Path) -> object:
+def shards_seen(rank: int, processes: int, folder: Path, mesh: str = "line") -> Mapping[str, object]:
     """What is read and written of a model in the midst of training, offloaded and not."""
-    case = replace(CASES["clipped"], tiers="disk")
+    case = replace(CASES["clipped"], tiers="disk", mesh=mesh)
     lives = build(case, processes), build(case, processes)
     found: list[object] = []
     with offloaded(lives[1], case, folder) as run:
@@ -370,17 +396,11 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
             found[name] += " and another model is left"
 
     whole = init_device_mesh("cpu", (processes,))
-    square = init_device_mesh("cpu", (2, processes // 2), mesh_dim_names=("outer", "inner"))
-    attempt("replicas of shards", sharded(Deep(), mesh=square))
-    both = distribute_module(Deep(), square["inner"], _by_columns)
-    attempt("tensor parallel", sharded(both, mesh=square["outer"]))
-    columns = nn.Linear(8, 8, bias=False)
-    attempt("another dimension", sharded(columns, mesh=whole, shard_placement_fn=lambda _: Shard(1)))
     attempt("policy", sharded(Deep(), mesh=whole, offload_policy=CPUOffloadPolicy(pin_memory=False)))
     with torch.device("meta"):
         without = Deep()
     attempt("meta", sharded(without, mesh=whole))
-    attempt("no fully_shard", distribute_module(Deep(), whole, _by_columns))
+    attempt("no fully_shard", distribute_module(Deep(), whole, _by_rows))
     model = sharded(Deep(), mesh=whole)
     for name, kind in {"Muon": torch.optim.Muon, "Adafactor": torch.optim.Adafactor}.items():
         two = [p for p in model.parameters() if p.dim() == 2]
@@ -398,11 +418,16 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
     for name, section in sections.items():
         document: Any = {"offload_config": usual, name: section}
         found[name] = said_by(partial(offload, model, adam, document, layers="layers"))
+    kept = {"durable": True, "offload_disk_size": "16MB", "offload_path": str(folder / "kept")}
+    with offload(model, adam, {**usual, **kept}) as run:
+        run.checkpoint()
+    others = sharded(Deep(), mesh=DeviceMesh("cpu", [0, 1, *range(processes - 1, 1, -1)]))
+    attempt("other parts", others, torch.optim.Adam(others.parameters()), config=kept)
     with offload(model, adam, usual) as run:
         found["averages"] = said_by(run.average_gradients)
         own = {name: id(each) for name, each in model.named_parameters()}
-        others = {"out.bias": distribute_tensor(torch.ones(5), whole, [Shard(0)])}
-        found["assigned"] = said_by(lambda: model.load_state_dict(others, strict=False, assign=True))
+        bias = {"out.bias": distribute_tensor(torch.ones(5), whole, [Shard(0)])}
+        found["assigned"] = said_by(lambda: model.load_state_dict(bias, strict=False, assign=True))
         assert own == {name: id(each) for name, each in model.named_parameters()}
         with pytest.raises(RuntimeError, match="swap"):
             model.to(torch.float64)
@@ -415,10 +440,23 @@ def sharded(module: Any, **how: Any) -> Any:  # noqa: ANN401 - it is a module st
     return fully_shard(module, **how)
 
 
-def _by_columns(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def _by_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     del name
     for each, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(each, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+
+TRIED_MESHES = tried([name for name in MESHES if name != "line"], always=1, of=2)
+
+
+def shards_of_meshes(rank: int, processes: int, folder: Path) -> object:
+    """What is done with models that are sharded over one dimension, done with the others."""
+    found = {}
+    for mesh in TRIED_MESHES:
+        for act in (shards_seen, shards_saved, shards_resumed):
+            (place := folder / mesh / act.__name__).mkdir(exist_ok=True, parents=True)
+            found[f"{mesh}: {act.__name__}"] = act(rank, processes, place, mesh)
+    return found
 
 
 class FaultAt:
@@ -461,9 +499,9 @@ def shards_ended(rank: int, processes: int, folder: Path) -> object:
 # ---------------------------------------------------------------------- checkpoints
 
 
-def shards_resumed(rank: int, processes: int, folder: Path) -> object:
+def shards_resumed(rank: int, processes: int, folder: Path, mesh: str = "line") -> Mapping[str, object]:
     """A durable run that is left after its last checkpoint, and one that goes on from there."""
-    case = CASES["clipped and accumulated"]
+    case = replace(CASES["clipped and accumulated"], mesh=mesh)
     plain, first, second = (build(case, processes) for _ in range(3))
     train(plain, case, 4, rank)
     durable = {"config": {"durable": True}}
@@ -484,9 +522,9 @@ def shards_resumed(rank: int, processes: int, folder: Path) -> object:
     return {"step": step, "differs": differences(plain, second)}
 
 
-def shards_saved(rank: int, processes: int, folder: Path) -> object:
+def shards_saved(rank: int, processes: int, folder: Path, mesh: str = "line") -> Mapping[str, object]:
     """``torch.distributed.checkpoint`` of an offloaded model: saved, and loaded with and without tiers."""
-    case = replace(CASES["clipped"], tiers="disk")
+    case = replace(CASES["clipped"], tiers="disk", mesh=mesh)
     lives = [build(case, processes) for _ in range(4)]
     train(lives[0], case, 2, rank)
     with offloaded(lives[1], case, folder) as run:

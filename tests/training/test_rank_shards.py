@@ -10,14 +10,22 @@ import pytest
 from torch import distributed
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.training.rank_shards import CASES, OF_FOUR, OF_TWO, Deep
+from tests.training.rank_shards import CASES, OF_EIGHT, OF_FOUR, OF_TWO, TRIED_MESHES, Deep
 from tests.training.test_ranks import led
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
 Found = Mapping[str, list[Any]]
 _KEPT = ("shards_resumed:2", "shards_resumed:4", "shards_saved:2", "shards_saved:4")
-_SCENARIOS = ("shards:2", "shards:4", "shards_seen:2", "shards_refused:4", "shards_ended:2", *_KEPT)
+_SCENARIOS = (
+    "shards:2",
+    "shards:4",
+    "shards_seen:2",
+    "shards_refused:4",
+    "shards_ended:2",
+    "shards_of_meshes:4",
+    *_KEPT,
+)
 
 
 @pytest.fixture(scope="module", name="found")
@@ -47,7 +55,7 @@ def test_eight_processes_of_which_some_have_no_row_of_a_layer_train_as_fsdp_does
     assert len(lives) == 8
     for life in lives:
         assert not isinstance(life, str), life
-        assert [each["differs"] for each in life.values()] == [[]] * len(OF_FOUR)
+        assert [each["differs"] for each in life.values()] == [[]] * len(OF_EIGHT)
 
 
 def test_no_shard_is_in_memory_of_its_own_while_the_run_lasts(found: Found) -> None:
@@ -74,15 +82,6 @@ def test_a_run_that_an_error_ends_gives_the_shards_back_and_the_next_one_takes_t
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        (
-            "replicas of shards",
-            "'into.weight' cannot be offloaded: it is sharded over 2 dimensions of a mesh",
-        ),
-        ("tensor parallel", "'into.weight' cannot be offloaded: it is sharded over 2 dimensions of a mesh"),
-        (
-            "another dimension",
-            "'weight' cannot be offloaded: it lies as Shard(dim=1), and accepted is Shard(dim=0",
-        ),
         ("policy", "fully_shard was given CPUOffloadPolicy"),
         (
             "meta",
@@ -100,12 +99,26 @@ def test_a_run_that_an_error_ends_gives_the_shards_back_and_the_next_one_takes_t
         ("averages", "run.average_gradients() cannot be used with it: FSDP reduces gradients by itself"),
         ("assigned", "the parameter 'bias' of a sharded module was replaced while it is offloaded"),
         ("let go", "releasing it cannot be used with it"),
+        ("other parts", "the part at "),
     ],
 )
 def test_what_would_not_be_right_is_refused_by_name(found: Found, what: str, said: str) -> None:
     for each in found["shards_refused:4"]:
         assert said in each[what]
         assert "another model is left" not in each[what]
+
+
+@pytest.mark.parametrize("mesh", TRIED_MESHES)
+def test_replicas_and_parts_of_what_tensor_parallel_has_split_are_seen_saved_and_resumed_likewise(
+    found: Found, mesh: str
+) -> None:
+    lives = found["shards_of_meshes:4"]
+    assert len(lives) == 4
+    for each in lives:
+        assert each[f"{mesh}: shards_seen"] == {"seen": True, "here": 0, "differs": []}
+        assert each[f"{mesh}: shards_resumed"] == {"step": 2, "differs": []}
+        saved = each[f"{mesh}: shards_saved"]
+        assert (saved["here"], saved["saved"], saved["differs"]) == (0, [], [])
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,18 @@ def test_a_backend_that_is_collected_in_its_own_thread_waits_for_no_lock_of_that
     for thread in threading.enumerate():
         if thread.name == "tierstore-files-end":
             thread.join(TIMEOUT_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_directory_that_is_gone_is_no_fault_of_closing(tmp_path: Path, *, is_forgotten: bool) -> None:
+    folder = tmp_path / "temporary" / "scratch"
+    files = open_files(folder)
+    finish(files.write(files.reserve(100), buffer(100)))
+    shutil.rmtree(folder.parent)
+    if is_forgotten:
+        files._ending._finalizer()
+    files.close()
     assert list(tmp_path.iterdir()) == []
 
 

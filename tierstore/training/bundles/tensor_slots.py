@@ -102,23 +102,34 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return slot_of(type(tensor)).local(tensor)
 
 
-def rows_here(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return which rows of a tensor are the part that this process has, as first and end.
+Part = tuple[tuple[int, int], ...]
+"""A part of a tensor: first and end of it in each dimension."""
+
+
+def part_here(tensor: torch.Tensor) -> Part | None:
+    """Return which part of a tensor this process has.
 
     Args:
-        tensor: any; a ``DTensor`` is sharded by its first dimension over one of a mesh, as ``fully_shard``
-            does it: all parts but the last ones are of one size.
+        tensor: any; a ``DTensor`` as ``fully_shard`` makes it.  Where it splits a dimension that tensor
+            parallel has split before, its placement has a ``split_factor``.  All parts but the last ones are
+            of one size.
 
     Returns:
         ``None`` for a plain tensor, which is here as a whole.
     """
-    local = memory_of(tensor)
-    if local is tensor:
+    if memory_of(tensor) is tensor:
         return None
     sharded: Any = tensor
-    chunk = -(-len(tensor) // sharded.device_mesh.size())
-    begin = min(len(tensor), sharded.device_mesh.get_local_rank() * chunk)
-    return begin, begin + len(local)
+    part = [(0, size) for size in tensor.shape]
+    placements = list(enumerate(sharded.placements))
+    for mesh_dim, placement in sorted(placements, key=lambda each: hasattr(each[1], "split_factor")):
+        if placement.is_replicate():
+            continue
+        begin, end = part[placement.dim]
+        chunk = -(-(end - begin) // sharded.device_mesh.size(mesh_dim))
+        first = min(end, begin + sharded.device_mesh.get_local_rank(mesh_dim) * chunk)
+        part[placement.dim] = first, min(end, first + chunk)
+    return tuple(part)
 
 
 def sharded_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

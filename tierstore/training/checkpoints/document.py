@@ -13,6 +13,7 @@ import torch
 
 from tierstore.training.bundles.grouping import Content
 from tierstore.training.bundles.layout import TensorLayout, span_bytes
+from tierstore.training.bundles.tensor_slots import part_here
 
 DOCUMENT = "training/checkpoint"
 """The key of the document."""
@@ -21,6 +22,8 @@ KEPT = "training/kept/"
 """What keys of the former checkpoint begin with, while it is not known that all processes have the last."""
 
 METADATA = "tierstore"
+PARTS = "parts"
+"""What the document calls where parts begin: those that a process has of tensors that several share."""
 TABLE_KEYS = "table keys"
 """What the document calls the keys that hold the rows of tables, and say where they are."""
 FORMAT = 1
@@ -108,6 +111,20 @@ def look_of(shape: Sequence[int], dtype: torch.dtype) -> str:
 def looks(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return what each tensor looks like."""
     return {name: look_of(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """Return where the part of each tensor begins of which this process has a part."""
+    parts = {name: part_here(tensor) for name, tensor in tensors.items()}
+    return {name: [begin for begin, _ in part] for name, part in parts.items() if part is not None}
+
+
+def with_parts(looks_of: Mapping[str, str], parts: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return what tensors look like, with where those begin that are parts."""
+    return {
+        name: f"{look}, the part at {list(parts[name])}" if name in parts else look
+        for name, look in looks_of.items()
+    }
 
 
 def differences(what: str, saved: Mapping[str, str], mine: Mapping[str, str]) -> Iterator[str]:

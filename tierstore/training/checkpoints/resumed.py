@@ -33,6 +33,7 @@ from tierstore.training.checkpoints.document import (
     FORMAT,
     KEPT,
     METADATA,
+    PARTS,
     Bundles,
     HeldTensor,
     buffer_name,
@@ -45,7 +46,9 @@ from tierstore.training.checkpoints.document import (
     names_of,
     owner_of,
     parameter_name,
+    parts_of,
     unfinished,
+    with_parts,
 )
 from tierstore.training.formats import rng_state
 from tierstore.training.formats.json_codec import decode, parameters_by_group
@@ -191,12 +194,13 @@ class ResumedCheckpoint:
     # --- does it fit? -------------------------------------------------------------------------
 
     def _check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        parameters = dict(model.named_parameters())
+        saved, mine = self._parameters(), looks({name: memory_of(each) for name, each in parameters.items()})
+        if PARTS in self._document:  # not, if a former version has written it
+            saved = with_parts(saved, self._document[PARTS])
+            mine = with_parts(mine, parts_of(parameters))
         faults = [
-            *differences(
-                "parameter",
-                self._parameters(),
-                looks({name: memory_of(each) for name, each in model.named_parameters()}),
-            ),
+            *differences("parameter", saved, mine),
             *table_differences(self._tables, tables_in(model)),
             *differences("buffer", self._buffers(), looks(persistent_buffers(model))),
             *self._buffers_without_values(model),

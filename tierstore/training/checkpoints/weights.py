@@ -9,7 +9,7 @@ objects that they were, so that an optimizer made before still trains them.
 2. A tensor that the model has under several names is read from any of them; all that are there must agree.
 3. A persistent buffer is read like a parameter.  One that is not persistent is in no file: it keeps its
    values, and on the meta device, where it has none, it is refused.
-4. Of a parameter that is spread over processes each reads the rows that are its part.
+4. Of a parameter that is spread over processes each reads the rows of its part, and keeps its columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.formats.sharded_weights import open_source
 from tierstore.nn.table_weight import TableWeight
 from tierstore.progress import ProgressBar
 from tierstore.training.bundles.placeholders import has_no_values
-from tierstore.training.bundles.tensor_slots import rows_here
+from tierstore.training.bundles.tensor_slots import part_here
 from tierstore.training.modules.adopter import give_values
 from tierstore.training.modules.tensor_names import all_names, buffer_names
 from tierstore.training.tables.streamed import load_rows
@@ -83,8 +83,13 @@ class Weights:
     def read(self, name: str) -> torch.Tensor:
         """Return the values of one parameter or buffer, by its first name."""
         parameter, found = self._parameters.get(name), self._found[name]
-        rows = None if parameter is None else rows_here(parameter)
-        values = self._source.read(found) if rows is None else self._source.read_rows(found, *rows)
+        part = None if parameter is None else part_here(parameter)
+        if part is None:
+            values = self._source.read(found)
+        else:
+            values = self._source.read_rows(found, *part[0])
+            within = tuple(slice(begin, end) for begin, end in part[1:])
+            values = values[(slice(None), *within)].contiguous()
         self._bar.add(values.nbytes)
         return values
 

@@ -32,6 +32,7 @@ from tierstore.training.checkpoints.document import (
     DOCUMENT,
     FORMAT,
     METADATA,
+    PARTS,
     TABLE_KEYS,
     Bundles,
     HeldTensor,
@@ -39,6 +40,7 @@ from tierstore.training.checkpoints.document import (
     kind_of,
     names_of,
     parameter_name,
+    parts_of,
     unfinished,
 )
 from tierstore.training.faults import guard
@@ -217,6 +219,7 @@ class CheckpointWriter:
         document = {
             "format": FORMAT,
             "checkpoints": self.checkpoints + 1,
+            PARTS: parts_of(dict(self._model.named_parameters())),
             "bundles": {key: [each.to_json() for each in held] for key, held in bundles.items()},
             "buffers": list(buffers),
             "travelling": travelling,

@@ -54,17 +54,14 @@ _NOT_FSDPS = (
     "it is a DTensor that fully_shard did not make (parallelize_module, distribute_tensor), and nobody can "
     "tell when its part is used. Offload a model that fully_shard alone has sharded"
 )
-_ONE_MESH = "Use a mesh of one dimension: fully_shard(module, mesh=init_device_mesh(device, (processes,)))"
 
 
 def _why_not(param: Any, *, has_values: bool) -> str | None:  # noqa: ANN401 - what FSDP knows of it
     local = memory_of(param.sharded_param)
     placements = tuple(param.sharded_param.placements)
     reasons = {
-        f"it is sharded over {param.sharded_param.device_mesh.ndim} dimensions of a mesh, {placements}, as "
-        f"with tensor parallel or replicas of shards. {_ONE_MESH}": len(placements) != 1,
-        f"it lies as {placements[0]!r}, and accepted is Shard(dim=0): leave shard_placement_fn out": (
-            not placements[0].is_shard(0)
+        f"it lies as {placements}, and accepted are parts and replicas: Shard and Replicate": not all(
+            each.is_replicate() or hasattr(each, "dim") for each in placements
         ),
         "its local tensor has fsdp_pre_all_gather, as quantised ones have: another tensor than its bytes is "
         "gathered": hasattr(local, "fsdp_pre_all_gather"),
