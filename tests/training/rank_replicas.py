@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.sampling import IS_CI
 from tests.training.twins import WIDTH, Block, config_of, same
 from tierstore.errors import CapacityError, TierStoreError
 from tierstore.training import Offload, offload
@@ -118,16 +119,19 @@ def config(layout: str, folder: Path, processes: int) -> dict[str, object]:
     return {**one, "offload_cpu_size": processes * parse_bytes(str(one["offload_cpu_size"]))}
 
 
-def hundred_steps(rank: int, processes: int, folder: Path) -> object:
-    """100 steps: the same bits everywhere, and those without offloading; swapped and recomputed as well."""
-    expected = train(plain, wraps=True, steps=100, looks=False)
+MANY_STEPS = 25 if IS_CI else 100
+
+
+def many_steps(rank: int, processes: int, folder: Path) -> object:
+    """Many steps: the same bits everywhere, and those without offloading; swapped and recomputed as well."""
+    expected = train(plain, wraps=True, steps=MANY_STEPS, looks=False)
     found: dict[str, object] = {"plain": shared(expected, 10)}
     settings = config("three", folder / "files", processes)
     document = {"offload_config": {**settings, "max_device_memory": "512KB"}, **SWAPPED}
     ours = train(
         lambda model, optimizer: offload(model, optimizer, document, layers="module.blocks"),
         wraps=True,
-        steps=100,
+        steps=MANY_STEPS,
         looks=False,
     )
     found["swapped"] = [differences(expected, ours), shared(ours, 10)]

@@ -233,13 +233,18 @@ def differences(expected: Net, ours: Net) -> list[str]:
     return found
 
 
+def tried_steppers(processes: int) -> list[str]:
+    """Return the optimizers that so many processes try."""
+    return tried(STEPPERS if processes == 2 else ("LazyAdam", "Adagrad", "SGD"), always=1, of=8)
+
+
 def spread(rank: int, processes: int, folder: Path) -> object:
     """Every optimizer: the bits of a process that has all tables and all occurrences.
 
     With three processes those that treat gradients in ways of their own: one takes occurrences, too.
     """
     found: dict[str, object] = {}
-    for kind in tried(STEPPERS) if processes == 2 else ("LazyAdam", "Adagrad", "SGD"):
+    for kind in tried_steppers(processes):
         torch.manual_seed(0)
         expected = Net()
         theirs = train(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import distributed
 
-from tests.sampling import tried
-from tests.training.table_models import STEPPERS
+from tests.training.rank_tables import tried_steppers
 from tests.training.test_ranks import Found, led
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
@@ -58,7 +57,7 @@ def test_rows_losses_and_states_are_those_of_all_occurrences_in_one_process(
     for each in found[f"spread:{processes}"]:
         assert each == {name: [] for name in each}
         kinds = {name.partition(",")[0] for name in each}
-        assert kinds == (set(tried(STEPPERS)) if processes == 2 else {"LazyAdam", "Adagrad", "SGD"})
+        assert kinds == set(tried_steppers(processes))
 
 
 @pytest.mark.parametrize(
