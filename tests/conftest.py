@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_SLOW_STORES)
 settings.register_profile(
-    "ci", max_examples=50, deadline=None, derandomize=True, suppress_health_check=_SLOW_STORES
+    "ci", max_examples=25, deadline=None, derandomize=True, suppress_health_check=_SLOW_STORES
 )
 settings.register_profile(
     "long", max_examples=5_000, stateful_step_count=200, deadline=None, suppress_health_check=_SLOW_STORES

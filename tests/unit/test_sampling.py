@@ -24,7 +24,7 @@ def test_all_are_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("always", "of"), [(2, 6), (1, 3), (4, 1), (0, 7), (50, 2)])
 def test_ci_tries_a_few_and_one_of_so_many_others_in_their_order(always: int, of: int) -> None:
     found = tried(CASES, always=always, of=of)
-    assert len(found) == min(always, 40) + -(-max(0, 40 - always) // of)
+    assert len(found) == min(always, 40) + max(0, 40 - always) // of
     assert found == sorted(set(found), key=CASES.index)
 
 
