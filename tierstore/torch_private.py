@@ -19,7 +19,8 @@ For none of the attributes there is a public alternative, unless the list names 
   recomputed_inputs, shared_memory.
 - ``_apply``: states of metrics, which are no buffers, stay on the host beside an accelerator; ``to`` would
   bring all parameters. In: lightning.
-- ``_backward_hooks``: a user's hook would see a copy of the model that runs once. In: twin.
+- ``_backward_hooks``: a user's hook would see a copy of the model that runs once; one that was on a tensor
+  without values is not called when it has some. In: tensor_slots, twin.
 - ``_backward_pre_hooks``: the same. In: twin.
 - ``_batches_that_stepped``: of Lightning's loops: the step that loggers are told a value of. In:
   lightning.
@@ -70,7 +71,8 @@ For none of the attributes there is a public alternative, unless the list names 
   an optimizer is taken for one. In: given, step_hooks.
 - ``_parameters``: weights that ``functional_call`` lends are recomputed from the model's;
   ``named_parameters`` leaves out what is no parameter. In: forward_snapshot.
-- ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.
+- ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward; else as ``_backward_hooks``.
+  In: in_backward, tensor_slots.
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
 - ``_reset_parameters``: ``nn.MultiheadAttention`` and ``nn.Transformer`` have no initial values. In:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import graph
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from tierstore import torch_private as private
 from tierstore.training.bundles import poisons
@@ -474,3 +475,27 @@ def test_fsdp_reads_a_shard_by_one_attribute_of_the_class_that_its_object_has() 
         assert {id(each) for each in module.parameters()} == {id(each) for each in sharded}
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [
+        (torch.Tensor.register_hook, "_backward_hooks"),
+        (torch.Tensor.register_post_accumulate_grad_hook, "_post_accumulate_grad_hooks"),
+    ],
+)
+def test_hooks_that_are_set_again_are_those_of_what_a_tensor_was_swapped_with(
+    register: Callable[..., RemovableHandle], name: str
+) -> None:
+    called: list[torch.Tensor] = []
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    handle = register(parameter, called.append)
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(2)))
+    parameter.sum().backward()
+    assert not called
+    setattr(parameter, name, getattr(parameter, name))
+    parameter.sum().backward()
+    assert len(called) == 1
+    handle.remove()
+    parameter.sum().backward()
+    assert len(called) == 1

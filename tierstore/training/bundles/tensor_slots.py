@@ -148,6 +148,19 @@ def sharded_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors be each other, but for what users have hung on them: attributes and hooks stay."""
+    mine, theirs = vars(tensor), vars(other)
+    torch.utils.swap_tensors(tensor, other)
+    tensor.__dict__, other.__dict__ = mine, theirs
+    for name in _HOOKS:
+        # Each is kept by the Python object, but it is the other one's gradient that asks for it now.
+        setattr(tensor, name, getattr(tensor, name))
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def own_local(tensor: torch.Tensor) -> None:
     """Let the local tensor of one be no view: the base of a view would keep the bytes."""
     local = memory_of(tensor)

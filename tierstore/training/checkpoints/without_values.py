@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tierstore.training.bundles.freed_memory import give_freed_memory_back
+from tierstore.training.bundles.tensor_slots import swap
 
 
 @contextlib.contextmanager
@@ -55,6 +56,5 @@ def _empty(parameter: nn.Parameter) -> None:
         return
     looks = torch.empty_like(parameter, device="meta")
     fresh = nn.Parameter(looks, requires_grad=parameter.requires_grad)
-    vars(fresh).update(vars(parameter))
     with contextlib.suppress(RuntimeError):  # a weak reference is to it: it stays as it is
-        torch.utils.swap_tensors(parameter, fresh)
+        swap(parameter, fresh)

@@ -40,7 +40,7 @@ from tierstore.training.bundles.memory_parts import MemoryPart, ground_of
 from tierstore.training.bundles.placeholders import Placeholder, looks_of, origin_of, placeholder_of
 from tierstore.training.bundles.poisons import Poisons, poison_for
 from tierstore.training.bundles.reclaimed_tensors import that_may_return
-from tierstore.training.bundles.tensor_slots import memory_of, sharded_like
+from tierstore.training.bundles.tensor_slots import memory_of, sharded_like, swap
 from tierstore.training.faults import guard, guarded_classes, state_dict_entries
 
 
@@ -52,14 +52,13 @@ def materialise(tensor: torch.Tensor, values: torch.Tensor) -> None:
         values: of it, or of its part that this process has, which its other parts are not asked about.
     """
     if memory_of(tensor) is not tensor:
-        part = torch.nn.Parameter(sharded_like(tensor, values), requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, part)
+        swap(tensor, torch.nn.Parameter(sharded_like(tensor, values), requires_grad=tensor.requires_grad))
         return
     fresh = torch.empty(0, dtype=values.dtype, device=values.device)
     if isinstance(tensor, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
     set_data(fresh, values)
-    torch.utils.swap_tensors(tensor, fresh)
+    swap(tensor, fresh)
 
 
 def part_from_base(tensor: torch.Tensor) -> None:
@@ -297,15 +296,24 @@ class Adopter:
         """
         ending.attempt(self.note_parts_abroad)
         for binding in self.adopted(first):
-            bring = self._release_again if binding in self._released else self.restore
+            had_none = binding in self._released or all(
+                each.type == "meta" for each in self._origins[binding]
+            )
+            bring = self._without_values_again if had_none else self.restore
             failure = ending.attempt(functools.partial(bring, binding))
             if failure is not None:
                 ending.attempt(functools.partial(self.lose, binding, ending, failure))
 
-    def _release_again(self, binding: Binding) -> None:
-        """Let tensors that had no bytes before be without them again."""
-        texts = {own.name: own.text for own in self._released[binding].values()}
+    def _without_values_again(self, binding: Binding) -> None:
+        """Let tensors that had no values before be without them again: those on the meta device are there."""
+        released = self._released.get(binding, {})
+        texts = {own.name: own.text for own in released.values()}
         self.release(binding, lambda place: texts.get(place.name, f"{place.name!r} has no values."))
+        for number, tensor in enumerate(binding.tensors):
+            own = placeholder_of(tensor)
+            if own is not None and number not in released:
+                own.take_off(tensor)
+                materialise(tensor, own.looks)
 
     def adopted(self, first: Sequence[Binding]) -> list[Binding]:
         """Return every bundle that is in the store, those first that matter most."""
