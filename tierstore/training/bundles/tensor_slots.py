@@ -117,18 +117,23 @@ def part_here(tensor: torch.Tensor) -> Part | None:
     Returns:
         ``None`` for a plain tensor, which is here as a whole.
     """
-    if memory_of(tensor) is tensor:
+    local = memory_of(tensor)
+    if local is tensor:
         return None
     sharded: Any = tensor
     part = [(0, size) for size in tensor.shape]
+    mesh = sharded.device_mesh
+    numbers = mesh.get_coordinate()
     placements = list(enumerate(sharded.placements))
     for mesh_dim, placement in sorted(placements, key=lambda each: hasattr(each[1], "split_factor")):
         if placement.is_replicate():
             continue
         begin, end = part[placement.dim]
-        chunk = -(-(end - begin) // sharded.device_mesh.size(mesh_dim))
-        first = min(end, begin + sharded.device_mesh.get_local_rank(mesh_dim) * chunk)
+        chunk = -(-(end - begin) // mesh.size(mesh_dim))
+        first = min(end, begin + numbers[mesh_dim] * chunk)
         part[placement.dim] = first, min(end, first + chunk)
+    if local.numel() == 0:  # FSDP makes more of its sizes 0 than are
+        return tuple((begin, begin + size) for (begin, _), size in zip(part, local.shape, strict=True))
     return tuple(part)
 
 
