@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +211,10 @@ def offloaded(life: Life, case: Case, folder: Path, **more: Any) -> Iterator[Off
     for name in ("offload_cpu_size", "offload_disk_size"):
         size = str(config[name])
         config[name] = 0 if size == "0" else f"{int(size[:-2]) * processes}{size[-2:]}"
-    path = {"offload_path": str(folder / "run")}
-    with offload(life.model, life.optimizer, {**config, **path, **more.pop("config", {})}, **more) as run:
+    config |= {"offload_path": str(folder / "run"), **more.pop("config", {})}
+    sections = more.pop("sections", None)
+    document = config if sections is None else {"offload_config": config, **sections}
+    with offload(life.model, life.optimizer, document, **more) as run:
         yield run
 
 
@@ -411,13 +412,6 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
     with torch.device("meta"):
         found["initial values"] = said_by(lambda: InitialValues(sharded(Deep(), mesh=whole)))
     attempt("placed", model, adam, placement={"out": "cpu"})
-    sections = {
-        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [0, 2]}]},
-        "recompute_config": {"recompute": [1]},
-    }
-    for name, section in sections.items():
-        document: Any = {"offload_config": usual, name: section}
-        found[name] = said_by(partial(offload, model, adam, document, layers="layers"))
     kept = {"durable": True, "offload_disk_size": "16MB", "offload_path": str(folder / "kept")}
     with offload(model, adam, {**usual, **kept}) as run:
         run.checkpoint()

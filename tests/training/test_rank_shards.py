@@ -96,8 +96,6 @@ def test_a_run_that_an_error_ends_gives_the_shards_back_and_the_next_one_takes_t
         ("released", "on_close='release' cannot be used with it"),
         ("initial values", "InitialValues(...) cannot be used with it"),
         ("placed", "a placement of modules cannot be used with it"),
-        ("swap_config", "swap_config cannot be used with it"),
-        ("recompute_config", "recompute_config cannot be used with it"),
         ("averages", "run.average_gradients() cannot be used with it: FSDP reduces gradients by itself"),
         ("assigned", "the parameter 'bias' of a sharded module was replaced while it is offloaded"),
         ("let go", "releasing it cannot be used with it"),

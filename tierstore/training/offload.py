@@ -151,8 +151,6 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                     "layers": layers,
                 }
                 unshared = {
-                    "swap_config": sections.swap is not None,
-                    "recompute_config": sections.recompute is not None,
                     "a placement of modules": bool(patterns_in(settings.placement)),
                     "on_close='release'": in_the_end is OnClose.RELEASE,
                 }
