@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -169,11 +170,17 @@ def test_what_a_task_raises_is_raised_nowhere(error: BaseException) -> None:
     assert seen == [1]
 
 
+def threads_of(act: Callable[[], object]) -> list[threading.Thread]:
+    """Return the host stepper's threads that something starts: other tests may have left some."""
+    before = threading.enumerate()
+    act()
+    return [each for each in threading.enumerate() if each.name == THREAD_NAME and each not in before]
+
+
 def test_after_the_end_nothing_runs() -> None:
     stepper, seen = HostStepper(), list[int]()
-    stepper.hand_over(HostTask(lambda: None, 0))
+    (thread,) = threads_of(lambda: stepper.hand_over(HostTask(lambda: None, 0)))
     stepper.finish()
-    thread = next(each for each in threading.enumerate() if each.name == THREAD_NAME)
     stepper.end()
     assert ended(thread)
     stepper.hand_over(HostTask(lambda: seen.append(1), 0))
@@ -183,9 +190,8 @@ def test_after_the_end_nothing_runs() -> None:
 
 def test_the_thread_ends_with_the_stepper() -> None:
     stepper = HostStepper()
-    stepper.hand_over(HostTask(lambda: None, 0))
+    threads = threads_of(functools.partial(stepper.hand_over, HostTask(lambda: None, 0)))
     stepper.finish()
-    threads = [each for each in threading.enumerate() if each.name == THREAD_NAME]
     gone = weakref.ref(stepper)
     del stepper
     gc.collect()
