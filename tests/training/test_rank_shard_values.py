@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from tests.training.rank_shard_values import VALUED
+from tests.training.rank_shard_values import TRIED
 from tests.training.test_ranks import led
 from tierstore.units import KIB, MIB
 
@@ -43,7 +43,7 @@ def _lives(request: pytest.FixtureRequest, processes: int) -> list[Any]:
 
 
 @PROCESSES
-@pytest.mark.parametrize("name", [*VALUED, *(f"{name} afterwards" for name in VALUED)])
+@pytest.mark.parametrize("name", [*TRIED, *(f"{name} afterwards" for name in TRIED)])
 def test_a_model_without_values_trains_with_those_of_files_as_one_that_had_them(
     lives: list[Any], name: str, processes: int
 ) -> None:
@@ -51,7 +51,7 @@ def test_a_model_without_values_trains_with_those_of_files_as_one_that_had_them(
 
 
 @PROCESSES
-@pytest.mark.parametrize("name", VALUED)
+@pytest.mark.parametrize("name", TRIED)
 def test_each_process_reads_its_part_straight_into_its_tiers(
     lives: list[Any], name: str, processes: int
 ) -> None:
