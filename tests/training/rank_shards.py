@@ -415,8 +415,10 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
     kept = {"durable": True, "offload_disk_size": "16MB", "offload_path": str(folder / "kept")}
     with offload(model, adam, {**usual, **kept}) as run:
         run.checkpoint()
-    others = sharded(Deep(), mesh=DeviceMesh("cpu", [0, 1, *range(processes - 1, 1, -1)]))
-    attempt("other parts", others, torch.optim.Adam(others.parameters()), config=kept)
+    orders = {"other parts": [3, 2, 1, 0], "other parts of some": [0, 1, 3, 2]}
+    for name, order in orders.items():
+        others = sharded(Deep(), mesh=DeviceMesh("cpu", order))
+        attempt(name, others, torch.optim.Adam(others.parameters()), config=kept)
     with offload(model, adam, usual) as run:
         found["averages"] = said_by(run.average_gradients)
         own = {name: id(each) for name, each in model.named_parameters()}

@@ -108,6 +108,12 @@ def test_what_would_not_be_right_is_refused_by_name(found: Found, what: str, sai
         assert "another model is left" not in each[what]
 
 
+def test_a_process_that_has_its_part_still_is_not_refused_where_others_are(found: Found) -> None:
+    said = [each["other parts of some"] for each in found["shards_refused:4"]]
+    assert said[:2] == ["not refused"] * 2
+    assert all("the checkpoint does not fit" in each and "the part at " in each for each in said[2:])
+
+
 @pytest.mark.parametrize("mesh", TRIED_MESHES)
 def test_replicas_and_parts_of_what_tensor_parallel_has_split_are_seen_saved_and_resumed_likewise(
     found: Found, mesh: str

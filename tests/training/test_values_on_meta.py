@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tests.training.twins import Trial, adam, assert_equal_lists, assert_equal_models, config_of, every_layout
-from tierstore.errors import TierStoreError
+from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.formats.safetensors_files import TensorFile
 from tierstore.training import InitialValues, offload, without_values
 
@@ -173,4 +174,42 @@ def test_an_opening_that_fails_at_any_read_leaves_the_model_without_values(
     assert 5 < failures < 20
     assert_equal_models(plain.model, ours.model)
     train(plain, ours)
+    assert_equal_lists(plain.logged, ours.logged)
+
+
+class Watching(Failing):
+    """A file that fails after somebody has begun to watch a parameter that has its values already.
+
+    Args:
+        path: of the file.
+        watched: the parameter.
+    """
+
+    def __init__(self, path: Path, watched: Tensor) -> None:
+        super().__init__(path, 100)
+        self._watched = watched
+        self.reference: object = None
+
+    def read(self, name: str) -> Tensor:
+        if not self._watched.is_meta and self.reference is None:
+            self.reference = weakref.ref(self._watched)
+            self.left = 0
+        return super().read(name)
+
+
+def test_what_cannot_be_on_the_meta_device_again_says_that_it_has_no_values(tmp_path: Path) -> None:
+    path = written(tmp_path / "all.safetensors")
+    ours = Trial(model := made("meta"), adam(model))
+    weight = ours.model.get_parameter("first.weight")
+    source = Watching(path, weight)
+    with pytest.raises(OSError, match="the disk is gone"):
+        offload(ours.model, ours.optimizers, config_of("three", tmp_path), weights=source)
+    assert source.reference is not None
+    with pytest.raises(StoreClosed, match=r"'first\.weight' has no values"):
+        weight.sum()
+    others = [each for each in ours.model.parameters() if each is not weight]
+    assert all(each.is_meta for each in others)
+    plain = Trial(model := made("cpu"), adam(model))
+    with offload(ours.model, ours.optimizers, config_of("three", tmp_path), weights=path):
+        train(plain, ours)
     assert_equal_lists(plain.logged, ours.logged)

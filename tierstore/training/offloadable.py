@@ -82,7 +82,8 @@ def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
 
 _IN_PARTS = (
     "it is a DTensor, whose parts are on several processes, and fully_shard did not make it "
-    "(parallelize_module). Offload the model without that"
+    "(parallelize_module). Offload the model without that, or apply fully_shard after it, over another "
+    "dimension of the mesh"
 )
 
 

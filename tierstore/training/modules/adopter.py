@@ -313,7 +313,10 @@ class Adopter:
             own = placeholder_of(tensor)
             if own is not None and number not in released:
                 own.take_off(tensor)
-                materialise(tensor, own.looks)
+                try:
+                    materialise(tensor, own.looks)
+                except RuntimeError:  # a weak reference is to it: it goes on to say that it has no values
+                    own.put_on(tensor)
 
     def adopted(self, first: Sequence[Binding]) -> list[Binding]:
         """Return every bundle that is in the store, those first that matter most."""

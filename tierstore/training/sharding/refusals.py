@@ -52,7 +52,7 @@ def refuse_parameters(
 
 _NOT_FSDPS = (
     "it is a DTensor that fully_shard did not make (parallelize_module, distribute_tensor), and nobody can "
-    "tell when its part is used. Offload a model that fully_shard alone has sharded"
+    "tell when its part is used. Apply fully_shard after it, over another dimension of the mesh"
 )
 
 

@@ -187,7 +187,7 @@ class DirectoryOwner:
     def release(self) -> None:
         """Remove what is ours, but for files that are kept, and let the next one in.  Idempotent.
 
-        Where the directory itself is gone, nothing is left to do.
+        Where a directory of scratch files is gone itself, nothing is left to do.
 
         Raises:
             BackendError: a file cannot be removed.  The directory is given up all the same.
@@ -201,10 +201,10 @@ class DirectoryOwner:
                 _sweep(self.folder)
             (self.folder / LOCK_NAME).unlink(missing_ok=True)
             _unmake(self.folder, self._made)
-        except FileNotFoundError:
-            pass  # somebody has removed the directory, with all that was ours
         except OSError as error:
-            raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
+            # Somebody may have removed a directory of scratch files, with all that was ours.
+            if self._keeping is not Keeping.SCRATCH or not isinstance(error, FileNotFoundError):
+                raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
         finally:
             unlock(lock_fd)  # last: whoever waits for the lock finds everything gone
 
