@@ -24,6 +24,11 @@ class Taken:
 
 @pytest.fixture(name="taken")
 def count_taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    return count_on(monkeypatch)
+
+
+def count_on(patch: pytest.MonkeyPatch) -> Taken:
+    """Count from now on, until the patch is undone."""
     counted = Taken()
     rename = ts.Store.rename
 
@@ -31,7 +36,7 @@ def count_taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
         rename(store, names, replace=replace)
         counted.keys += len(names)
 
-    monkeypatch.setattr(ts.Store, "rename", count)
+    patch.setattr(ts.Store, "rename", count)
     return counted
 
 

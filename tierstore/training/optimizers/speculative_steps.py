@@ -22,7 +22,8 @@ may change first.  So it is made beside everything:
    (`tierstore.training.optimizers.steps_aside`): backward goes on.
 
 A double of the optimizer works on stand-ins, so that no version counter, group or state of the user's
-changes early, in whatever thread somebody looks.
+changes early, in whatever thread somebody looks.  For a ``DTensor`` its local tensor stands in: no message is
+sent, as what steps shards treats each element by itself (`tierstore.training.sharding.refusals`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.planning.deciding import Patience, StepTime, has_room_ahead
 from tierstore.training.bundles.bindings import Binding, natively
+from tierstore.training.bundles.tensor_slots import is_sharded_kind, memory_of
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.doubles import (
     is_equal,
@@ -201,7 +203,7 @@ class SpeculativeSteps:
 
     def _is_plain(self, turn: StepUnit) -> bool:
         is_plain = not any(is_special(group) for group, _ in turn.groups) and not is_scaled(self.optimizer)
-        return is_plain and all(kind in _PLAIN for kind in turn.bundle.plain)
+        return is_plain and all(kind in _PLAIN or is_sharded_kind(kind) for kind in turn.bundle.plain)
 
     def _may_make(self, turn: StepUnit) -> bool:
         stashed = self._gradients.bindings_of(turn.parameters)
@@ -274,7 +276,7 @@ class SpeculativeSteps:
                 self._bindings.window(gradients),
                 self._expectations.stepper.turn,
             ):
-                made = made_from(basis, lease.__getitem__, lambda gradient: gradient.tensors[0])
+                made = made_from(basis, lease.__getitem__, lambda gradient: memory_of(gradient.tensors[0]))
         finally:
             with self._bindings.apart():
                 lease.release(written=made is not None)

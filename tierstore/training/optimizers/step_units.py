@@ -18,6 +18,7 @@ from tierstore.errors import CapacityError, UsageError
 from tierstore.torch_private import default_to_fused_or_foreach
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import Binding, Bindings
+from tierstore.training.bundles.tensor_slots import is_sharded_kind
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.registered import unhooked_step
 from tierstore.training.optimizers.state import OptimizerState
@@ -216,15 +217,22 @@ def one_by_one_of(
     """Return the ids of groups whose parameters PyTorch does not step in lists, though it would some of them.
 
     Where a group does not say ``foreach``, PyTorch asks all that have a gradient: one on the host, or of a
-    class that it does not know, and none are.  The last bits depend on it.
+    class that it does not know, and none are.  The last bits depend on it.  A ``DTensor`` is of such a class,
+    and its local tensor is not.
     """
     return frozenset(
         id(group)
         for group in optimizer.param_groups
         if group.get("foreach", False) is None
         and not group.get("fused")
-        and len({_may_be_in_list(p) for p in group["params"] if has_gradient(p)}) > 1
+        and _are_different([p for p in group["params"] if has_gradient(p)])
     )
+
+
+def _are_different(parameters: Parameters) -> bool:
+    """Whether PyTorch would step some parameters, or what stands for them, in lists, and others not."""
+    is_sharded = any(is_sharded_kind(type(parameter)) for parameter in parameters)
+    return is_sharded or len(set(map(_may_be_in_list, parameters))) > 1
 
 
 def _may_be_in_list(parameter: torch.Tensor) -> bool:
