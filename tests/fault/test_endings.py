@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tierstore as ts
 from tests.fault.test_interrupts import InterruptAt
+from tests.training.leases import leased_bytes
 from tests.training.twins import same
 from tierstore.errors import BackendError, KeyNotFound, StoreClosed, TierStoreError
 from tierstore.training import Offload, offload
@@ -95,10 +96,6 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
-
-
-def leased_bytes(run: Offload) -> int:
-    return sum(tier.leased_bytes for tier in run.store.stats().tiers.values())
 
 
 every_stride = pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.long)])

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tests.sampling import tried
 from tests.training.ahead_loops import count_on, quiet_step
@@ -19,9 +20,60 @@ from tests.training.rank_shards import Life, differences, raw
 from tests.training.test_ahead import BETWEEN, KINDS, Between, aliases
 from tests.training.twins import Trial, blocks, config_of
 from tierstore.training import offload
+from tierstore.training.optimizers import steps_by_bundle
 from tierstore.training.optimizers.step_units import one_by_one_of
 
-TRIED_ACTS = tried(BETWEEN, always=2, of=12, name=lambda between: between.__name__)
+
+def shard_steps_on_local_tensors(rank: int, processes: int, folder: Path) -> object:
+    """How many bundles were stepped on local tensors, and how many as they are, by where a gradient lies."""
+    found: dict[str, list[int]] = {}
+    for name, act in (("alike", nothing), ("elsewhere", assign_gradients_that_lie_elsewhere)):
+        trial = _built("adam")
+        (place := folder / name).mkdir(exist_ok=True)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            offload(trial.model, trial.optimizers, config_of("host", place)),
+        ):
+            counts = [_counted(patch, each) for each in ("only_local", "only")]
+            _trained(trial, act, rank)
+        found[name] = [len(each) for each in counts]
+    return found
+
+
+def _counted(patch: pytest.MonkeyPatch, name: str) -> list[object]:
+    """Count the calls of one way to show an optimizer a bundle."""
+    calls: list[object] = []
+    act = getattr(steps_by_bundle, name)
+
+    def counted(*given: object) -> object:
+        calls.append(given)
+        return act(*given)
+
+    patch.setattr(steps_by_bundle, name, counted)
+    return calls
+
+
+def assign_gradients_that_lie_elsewhere(trial: Trial, turn: int) -> None:
+    """Let each process have the whole of one gradient, which is added to a part."""
+    del turn
+    parameter = next(iter(trial.model.parameters()))
+    assert isinstance(parameter, DTensor)
+    whole = torch.full(parameter.shape, 0.25)
+    parameter.grad = distribute_tensor(whole, parameter.device_mesh, [Replicate()])
+
+
+def replace_state_by_what_lies_elsewhere(trial: Trial, turn: int) -> None:
+    """Let each process have the whole of one moment."""
+    del turn
+    parameter = next(iter(trial.model.parameters()))
+    assert isinstance(parameter, DTensor)
+    whole = torch.full(parameter.shape, 0.5)
+    moment = distribute_tensor(whole, parameter.device_mesh, [Replicate()])
+    trial.optimizer.state[parameter]["exp_avg"] = moment
+
+
+ACTS = [*BETWEEN, assign_gradients_that_lie_elsewhere, replace_state_by_what_lies_elsewhere]
+TRIED_ACTS = tried(ACTS, always=2, of=12, name=lambda between: between.__name__)
 BY_ELEMENT = [
     kind for kind in KINDS if not kind.startswith(("adafactor", "asgd", "rprop", "ftrl", "lazy", "our"))
 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import checkpoint
 
+from tests.training.leases import leased_bytes
 from tests.training.twins import Trial, assert_same, config_of, every_layout, with_device
 from tierstore.training import offload
 
@@ -168,7 +169,7 @@ def test_what_is_computed_again_keeps_no_bundle(tmp_path: Path) -> None:
 
         def look(*_: object) -> None:
             nonlocal most
-            most = max(most, sum(tier.leased_bytes for tier in active.store.stats().tiers.values()))
+            most = max(most, leased_bytes(active))
 
         loss = _of_all(model, torch.randn(2, WIDTH, requires_grad=True)).square().mean()
         model[-1].register_forward_pre_hook(look)  # type: ignore[index]

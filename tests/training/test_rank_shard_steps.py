@@ -17,7 +17,8 @@ Found = dict[str, list[Any]]
 
 @pytest.fixture(scope="module", name="found")
 def _found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    scenarios = ("shard_steps_between:2", "shard_steps_of_kinds:2", "shard_steps_in_lists:2")
+    names = ("between", "of_kinds", "in_lists", "on_local_tensors")
+    scenarios = [f"shard_steps_{name}:2" for name in names]
     found: Found = led(tmp_path_factory.mktemp("steps"), *scenarios)
     failed = [each for lives in found.values() for each in lives if isinstance(each, str)]
     assert not failed, failed[0]
@@ -41,6 +42,14 @@ def test_every_optimizer_that_may_step_shards_can_step_them_ahead(found: Found, 
 
 def test_what_stands_for_a_shard_is_stepped_in_lists_where_the_shard_would_be(found: Found) -> None:
     assert found["shard_steps_in_lists:2"] == [{"": True, "foreach": False, "fused": False}] * 2
+
+
+def test_steps_are_made_on_local_tensors_where_all_lies_alike(found: Found) -> None:
+    for each in found["shard_steps_on_local_tensors:2"]:
+        local, whole = each["alike"]
+        assert local > 8
+        assert whole == 0
+        assert 0 < each["elsewhere"][1] < each["elsewhere"][0]
 
 
 def test_the_optimizers_are_all_that_are_accepted() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from tests.training.leases import leased_bytes
 from tests.training.twins import config_of, every_layout, same, with_device
 from tierstore.training import Offload, offload
 from tierstore.training.activations.swapping import forward_pass
@@ -83,7 +84,7 @@ def test_users_hooks_see_every_tensor_in_order_and_decide_what_is_used(
             assert all(map(same, expected[1], found[1]))
         with torch.no_grad():
             ours(torch.ones(3, WIDTH))  # sweeps
-        assert sum(tier.leased_bytes for tier in active.store.stats().tiers.values()) == 0
+        assert leased_bytes(active) == 0
 
 
 SWAPPED = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]}}
@@ -117,7 +118,7 @@ def test_users_hooks_around_swapped_activations_see_every_tensor_and_decide_what
         assert _kept(active) > 0
         with torch.no_grad():
             ours(torch.ones(3, WIDTH))  # sweeps
-        assert sum(tier.leased_bytes for tier in active.store.stats().tiers.values()) == 0
+        assert leased_bytes(active) == 0
 
 
 @pytest.mark.usefixtures("least_swapped")
@@ -168,7 +169,7 @@ def test_an_alias_that_a_users_hook_keeps_does_not_keep_its_bundle(tmp_path: Pat
     config = config_of("disk", tmp_path)
     with offload(model, None, config) as active, saved_tensors_hooks(lambda t: t, lambda t: t):
         loss = model(torch.ones(3, WIDTH)).sum()
-        leased = sum(tier.leased_bytes for tier in active.store.stats().tiers.values())
+        leased = leased_bytes(active)
         assert leased <= 2 * WIDTH * WIDTH * 4
         loss.backward()
 

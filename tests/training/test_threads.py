@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training.leases import leased_bytes
 from tests.training.twins import assert_equal_lists, config_of, every_layout, same, with_device
 from tierstore.errors import UsageError
 from tierstore.training import offload
@@ -158,7 +159,7 @@ def test_a_call_that_ends_takes_no_bytes_from_a_threads_first_use(
         assert same(found.detach(), expected)
         del found
         evaluate(model, [0])
-        assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+        assert leased_bytes(run) == 0
 
 
 @every_layout

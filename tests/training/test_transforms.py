@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.training.leases import leased_bytes
 from tests.training.twins import assert_equal_lists, config_of, every_layout, same, with_device
 from tierstore.errors import UsageError
 from tierstore.training import Offload, offload
@@ -413,7 +414,7 @@ def test_a_graph_that_saved_parameters_themselves_outlives_the_run(layout: str, 
 def assert_nothing_is_leased(run: Offload, model: nn.Module, inputs: Tensor) -> None:
     with torch.no_grad():
         model(inputs)  # sweeps
-    assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+    assert leased_bytes(run) == 0
     run.store.check()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training.leases import leased_bytes
 from tests.training.twins import (
     Optimizer,
     Trial,
@@ -121,10 +122,10 @@ def test_the_bytes_may_go_when_the_view_is_gone(tmp_path: Path) -> None:
     with offload(model, adam(model), config_of("host", tmp_path)) as run:
         view = next(model.parameters()).view(-1)
         _forward(Trial(model, []))
-        assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) > 0
+        assert leased_bytes(run) > 0
         del view
         _forward(Trial(model, []))
-        assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+        assert leased_bytes(run) == 0
 
 
 @every_layout
@@ -189,5 +190,5 @@ def test_a_node_of_before_the_parameter_was_set_keeps_no_bytes(tmp_path: Path) -
         del alias
         for _ in range(2):
             _forward(Trial(model, []))
-        assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+        assert leased_bytes(run) == 0
     assert node.node is not torch.autograd.graph.get_gradient_edge(weight).node

@@ -147,7 +147,7 @@ class Session:
         self.activations = Activations()
         settle = self._settle_budget, self._settle_for_backward
         self._activation_host = RunHost(self._reclaimers, self.prefetcher, meter, *settle, self.recorder)
-        store.begin_hosting(self._activation_host, self.host_stepper)
+        store.begin_hosting(self._activation_host, self.host_stepper, self.bindings)
         self.link = Link(store, self._activation_host, self.bindings.leasing.require)
         tables.travel_over(self.link)
         self.crossings = Crossings(self.link, model, self.placed)

@@ -30,6 +30,7 @@ from tests.training.differential.models import WIDTH
 from tests.training.differential.observing import Difference, first_difference
 from tests.training.differential.programs import Layout, Program
 from tests.training.differential.trial import Trial, are_hooks_left, end_checkpoints
+from tests.training.leases import leased_bytes
 from tierstore.errors import CapacityError, TierStoreError
 from tierstore.training import offload
 from tierstore.training.activations.swapping import forward_pass
@@ -239,12 +240,12 @@ def _require_no_lease(t: Trial, run: Any) -> None:  # noqa: ANN401 - whatever wa
     What was lent to a backward pass that raised is taken when the model is called, or an optimizer steps.
     A graph that a module refers to keeps what it has saved where hooks were forbidden, and lets it go.
     """
-    if not t.has_raised and _leased(t, run):
+    if not t.has_raised and _leased_bytes(t, run):
         gc.collect()  # what only a cycle refers to
-        if _leased(t, run):
+        if _leased_bytes(t, run):
             _let_graphs_go(t.model)
-        if leased := _leased(t, run):
-            raise _UnnamedError(f"leases are left: {leased}")
+        if nbytes := _leased_bytes(t, run):
+            raise _UnnamedError(f"leases are left: {nbytes} bytes")
 
 
 def _let_graphs_go(model: nn.Module) -> None:
@@ -263,16 +264,16 @@ def _let_graphs_go(model: nn.Module) -> None:
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def _leased(t: Trial, run: Any) -> dict[str, int]:  # noqa: ANN401 - whatever was opened
+def _leased_bytes(t: Trial, run: Any) -> int:  # noqa: ANN401 - whatever was opened
     if any(map(_is_wrapped, t.model.parameters())):
-        return {}  # `functional_call` leaves what it was given in a module that is there twice: PyTorch's own
+        return 0  # `functional_call` leaves what it was given in a module that is there twice: PyTorch's own
     with torch.no_grad():
         ours = next((p for p in t.model.parameters() if guarded_tensor_of(p) is not None), None)
         if ours is None:  # all were replaced
-            return {}
+            return 0
         for _ in range(2):  # what nobody needs goes when something is used, and then what that kept
             ours.sum()
-    return {name: tier.leased_bytes for name, tier in run.store.stats().tiers.items() if tier.leased_bytes}
+    return leased_bytes(run)
 
 
 def _loop(t: Trial, names: dict[str, Any], program: Program) -> None:

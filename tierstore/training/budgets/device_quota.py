@@ -12,7 +12,7 @@ from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, Train
 from tierstore.store import Store
 from tierstore.training import locks
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
-from tierstore.training.bundles.bindings import let_frames_go
+from tierstore.training.bundles.lease_room import let_frames_go
 from tierstore.training.bundles.working_sets import WorkingSet, largest_needs, too_large
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.own_work import ordinary_mode

@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.leases import Lease
-from tierstore.torch_private import storage_use_count, tensor_use_count, version_of
+from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training.bundles.layout import TensorLayout, regions_of
 from tierstore.training.bundles.lease_storages import LeaseStorages, pieces_of
 from tierstore.training.bundles.memory_parts import MemoryPart, part_of, storage_of
@@ -346,12 +346,7 @@ def _twin(place: TensorLayout, offset: int) -> torch.Tensor:
 def versions_of(binding: Binding) -> list[int]:
     """Return how often each tensor was written to, as far as autograd knows."""
     with _Natively():
-        return list(map(_writes_of, binding.tensors))
-
-
-def _writes_of(tensor: torch.Tensor) -> int:
-    memory = memory_of(tensor)
-    return version_of(tensor) if memory is tensor else version_of(tensor) + version_of(memory)
+        return [slot.writes(tensor) for slot, tensor in zip(binding.slots, binding.tensors, strict=True)]
 
 
 # ---------------------------------------------------------------------- windows

@@ -13,7 +13,8 @@
    user keeps, a saved tensor that backward unpacked, a view that a module returned.  The storage's use
    count tells; `Bindings.sweep` releases what nobody refers to any more.  Where hooks of saved tensors are
    forbidden, a graph saves a tensor itself: then it keeps its bytes until no graph has it.
-5. What somebody pointed at other memory is brought home as soon as it may
+5. Where host memory is all that there is, a lease that nobody needs *stays*: see `Bindings.let_go`.
+6. What somebody pointed at other memory is brought home as soon as it may
    (`tierstore.training.bundles.reclaimed_tensors`), and whenever another bundle is leased.
 
 Knows nothing of modules and optimizers.
@@ -32,6 +33,7 @@ import torch
 
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
+from tierstore.planning.rules import HOST
 from tierstore.signals import in_one_piece
 from tierstore.store import Store
 from tierstore.training import locks
@@ -46,6 +48,7 @@ from tierstore.training.bundles.binding import (
     versions_of,
     wear,
 )
+from tierstore.training.bundles.lease_room import lease_with_room, let_frames_go
 from tierstore.training.bundles.lease_storages import LeaseStorages
 from tierstore.training.bundles.leasing import Leasing, LeasingState
 from tierstore.training.bundles.reclaimed_tensors import (
@@ -57,7 +60,7 @@ from tierstore.training.bundles.reclaimed_tensors import (
 )
 from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
 from tierstore.training.bundles.tensor_slots import set_data
-from tierstore.training.bundles.unseen_writes import may_have_changed, watch
+from tierstore.training.bundles.unseen_writes import note_changes, watch
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.function_modes import are_hooks_allowed
 from tierstore.training.pytorch.own_work import has_hands_on_tensors, ordinary_mode
@@ -71,15 +74,11 @@ Classes = Callable[[Binding], Sequence[type]]
 Explain = Callable[[CapacityError], CapacityError]
 """Returns what to raise where bundles cannot be here together."""
 NoteLent = Callable[[torch.UntypedStorage, str], None]
-MakeRoom = Callable[[int], bool]
-"""Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
 log = logging.getLogger("tierstore")
 
 
 class _BindingThread(threading.local):
-    """What is known of a thread."""
-
     is_known = False
 
 
@@ -98,6 +97,7 @@ class Bindings:
 
     Attributes:
         leasing: whether they may be leased.
+        keeps_leases: whether leases stay: see the module's fifth rule.
         pinned: those that keep the lease that they have got.
         are_several: whether several threads use the model.
     """
@@ -122,6 +122,8 @@ class Bindings:
         self._reclaimer = reclaimer or NothingToReclaim()
         self._lock = locks.new_lock(Rank.BINDINGS)  # guards all bindings and the next five
         self.leasing = Leasing()
+        self.keeps_leases = store.tier_names == (HOST,)
+        self._kept: dict[str, Binding] = {}  # whose leases nobody needs
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}
         self.pinned: set[Binding] = set()
@@ -267,8 +269,8 @@ class Bindings:
         Args:
             opened: on which; each is taken out as its window closes, so that an interrupt leaves the others.
         """
+        failure: BaseException | None = None
         with self._lock, self.apart():
-            failure: BaseException | None = None
             are_saved_as_they_are = not are_hooks_allowed()
             while opened:
                 binding = opened.pop()
@@ -369,6 +371,7 @@ class Bindings:
             self.bring_home()
             if binding.windows == 0 and binding.lease is not None:
                 self._settle(binding)
+            self.let_go(binding.key)
             return binding.lease is None and binding.is_whole
 
     # --- what was pointed elsewhere ---------------------------------------------------------------
@@ -448,17 +451,16 @@ class Bindings:
 
     def _hold(self, binding: Binding) -> None:
         """Have a lease that the current stream uses."""
-        if binding.lease is None or binding.flat is None:
+        if binding.flat is None or binding.key in self._kept:
+            self.leasing.require(f"the bytes of {binding.places[0].name!r} are needed")
+            self.sweep()
+            self.bring_home()
+        if binding.flat is None:  # else it may have come home, and something refers to its bytes
             self._acquire(binding)
-        else:
+        elif binding.lease is not None:
             binding.lease.use()
 
     def _acquire(self, binding: Binding) -> None:
-        self.leasing.require(f"the bytes of {binding.places[0].name!r} are needed")
-        self.sweep()
-        self.bring_home()
-        if binding.flat is not None:  # as it came home, and something refers to its bytes
-            return
         if binding.lease is not None:
             self._release(binding)  # that was interrupted
         binding.is_dirty = False
@@ -529,17 +531,39 @@ class Bindings:
         if binding.is_referred_to:
             self._lingering[binding] = None
             return
-        self._release(binding)
+        if self.keeps_leases and binding.flat is not None and binding.after_use is None:
+            self._keep(binding)
+        else:
+            self._release(binding)
         self._lingering.pop(binding, None)
+
+    def _keep(self, binding: Binding) -> None:
+        """Take in what a window has changed, and let the lease stay."""
+        note_changes(binding)
+        if binding.is_dirty:
+            binding.writes += 1
+            binding.is_dirty = False  # nobody asks at its end: no other tier has a replica
+            binding.versions = versions_of(binding)
+        self._kept[binding.key] = binding
+
+    @in_one_piece
+    def let_go(self, key: str | None) -> bool:
+        """End the lease of a bundle whose key somebody asks the store for, if it stays; say if it did."""
+        if key not in self._kept:
+            return False
+        with self._lock, self.apart():
+            if (binding := self._kept.get(key)) is None or binding.windows or binding.is_referred_to:
+                return False
+            self._release(binding)
+            return True
 
     def _release(self, binding: Binding) -> None:
         """End the lease; where that was interrupted, do the rest of it."""
         lease, shown = binding.lease, binding.storages
         if lease is None:
             return
-        if binding.flat is not None and not binding.is_dirty:
-            binding.is_dirty = versions_of(binding) != binding.versions or may_have_changed(binding)
-        binding.is_watched = False
+        self._kept.pop(binding.key, None)
+        note_changes(binding)
         binding.flat = None  # from here on nobody uses it
         for key in () if shown is None else shown.keys:
             self._by_storage.pop(key, None)
@@ -574,26 +598,3 @@ def started_by_python(ident: int) -> list[threading.Thread]:
         for each in threading.enumerate()
         if each.ident == ident and not isinstance(each, threading._DummyThread)  # noqa: SLF001
     ]
-
-
-def lease_with_room(lease: Callable[[], Lease], make_room: MakeRoom) -> Lease:
-    """Return what ``lease`` returns, with as much room made for it as can be.
-
-    Raises:
-        CapacityError: it finds none.
-    """
-    is_second = False
-    while True:
-        try:
-            return lease()
-        except CapacityError as error:
-            let_frames_go(error)
-            if not make_room(error.needed_bytes or 0) and is_second:
-                raise
-            is_second = True
-
-
-def let_frames_go(error: BaseException) -> None:
-    """Free what the frames of a handled error refer to, which may be activations, now and not by chance."""
-    error.__traceback__ = None
-    error.__context__ = None

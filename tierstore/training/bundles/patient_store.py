@@ -1,8 +1,9 @@
-"""A store in which one lessee works for a while, of whom nobody else is to know.
+"""A store in which others have leases of whom nobody is to know.
 
-What is refused because of leases that the lessee holds waits for their end, and is tried again then.  The
-lessee holds none for longer than hardware, and what it computes, take; meanwhile it takes no lock of a run,
-so that whoever has some may wait for it.  Where room is short, what it has made is given up.
+1. What is refused because of leases that a *lessee* holds waits for their end, and is tried again then.  The
+   lessee holds none for longer than hardware, and what it computes, take; meanwhile it takes no lock of a
+   run, so that whoever has some may wait for it.  Where room is short, what it has made is given up.
+2. A *keeper* has leases that nobody needs.  It ends that of a key which somebody asks for.
 """
 
 from __future__ import annotations
@@ -38,26 +39,37 @@ class Lessee(Protocol):
         ...
 
 
+class LeaseKeeper(Protocol):
+    """Who keeps leases that nobody needs."""
+
+    def let_go(self, key: str | None) -> bool:
+        """End the lease of a key, if it is such a one; say if it was."""
+        ...
+
+
 class PatientStore(Store):
-    """A `tierstore.Store` that waits for one lessee, if it is given one."""
+    """A `tierstore.Store` that waits for one lessee, if it is given one, and asks one keeper for leases."""
 
     _lessee: weakref.ref[Lessee] | None = None
+    _keeper: weakref.ref[LeaseKeeper] | None = None
 
-    def be_patient_with(self, lessee: Lessee) -> None:
-        """Take in who leases for a while; it is not kept."""
+    def be_patient_with(self, lessee: Lessee, keeper: LeaseKeeper) -> None:
+        """Take in who leases for a while, and who longer than is needed; neither is kept."""
         self._lessee = weakref.ref(lessee)
+        self._keeper = weakref.ref(keeper)
 
     def patiently(self, act: Callable[[], Result]) -> Result:
-        """Return what ``act`` returns; where it is refused because of the lessee's leases, try again."""
+        """Return what ``act`` returns; where it is refused because of others' leases, try again."""
         lessee = None if self._lessee is None else self._lessee()
-        if lessee is None:
+        keeper = None if self._keeper is None else self._keeper()
+        if lessee is None or keeper is None:
             return act()
         while True:
             seen = lessee.releases
             try:
                 return act()
-            except LeaseError:
-                if not lessee.wait_for_release(seen):
+            except LeaseError as error:
+                if not (keeper.let_go(error.key) or lessee.wait_for_release(seen)):
                     raise
             except CapacityError as error:
                 is_ours = self._is_short_below(error)
@@ -82,6 +94,10 @@ class PatientStore(Store):
     def adopt(self, key: str, tensor: torch.Tensor) -> None:
         """See `tierstore.Store.adopt`."""
         self.patiently(lambda: Store.adopt(self, key, tensor))
+
+    def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """See `tierstore.Store.get`."""
+        return self.patiently(lambda: Store.get(self, key, device=device))
 
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """See `tierstore.Store.lease`."""

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tierstore.torch_private import version_of
+
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
 """Points a tensor at the memory of another one; autograd's version counter stays."""
@@ -41,6 +43,10 @@ class TensorSlot(Protocol):
         """Return the tensor whose memory it is that `attach` and `detach` exchange."""
         ...
 
+    def writes(self, tensor: torch.Tensor) -> int:
+        """Return how often a tensor was written to, as far as autograd knows."""
+        ...
+
 
 class PlainSlot:
     """A tensor that has its bytes itself."""
@@ -56,6 +62,10 @@ class PlainSlot:
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `TensorSlot.local`."""
         return tensor
+
+    def writes(self, tensor: torch.Tensor) -> int:
+        """See `TensorSlot.writes`."""
+        return version_of(tensor)
 
 
 class LocalTensorSlot:
@@ -75,6 +85,10 @@ class LocalTensorSlot:
         assert kind is not None
         local: torch.Tensor = vars(kind)[LOCAL].__get__(tensor)  # past whatever a guard's class makes of it
         return local
+
+    def writes(self, tensor: torch.Tensor) -> int:
+        """See `TensorSlot.writes`."""
+        return version_of(tensor) + version_of(self.local(tensor))
 
 
 _PLAIN = PlainSlot()
@@ -151,6 +165,20 @@ def sharded_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
     own_local(made)
     return made
+
+
+def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether a tensor is a ``DTensor`` of which each process has the same part as of another one."""
+    if not (is_sharded_kind(type(tensor)) and is_sharded_kind(type(like))):
+        return False
+    mine: Any = tensor
+    theirs: Any = like
+    return (
+        tuple(mine.placements) == tuple(theirs.placements)
+        and mine.device_mesh == theirs.device_mesh
+        and tensor.shape == like.shape
+        and memory_of(tensor).shape == memory_of(like).shape
+    )
 
 
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:

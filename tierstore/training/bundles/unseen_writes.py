@@ -78,7 +78,14 @@ def watch(bindings: Iterable[Binding]) -> None:
             _take_digest(binding)
 
 
-def may_have_changed(binding: Binding) -> bool:
+def note_changes(binding: Binding) -> None:
+    """A use of leased bytes has ended: let ``binding.is_dirty`` say whether they were written."""
+    if binding.flat is not None and not binding.is_dirty:
+        binding.is_dirty = versions_of(binding) != binding.versions or _may_have_changed(binding)
+    binding.is_watched = False
+
+
+def _may_have_changed(binding: Binding) -> bool:
     """Whether leased bytes that no counter says were written may be others than before."""
     if not binding.is_watched:
         return False

@@ -36,7 +36,7 @@ from tierstore.store import Store
 from tierstore.tensors import describe, is_whole
 from tierstore.torch_private import TensorBase, innermost_transform, storage_use_count
 from tierstore.training import locks
-from tierstore.training.bundles.bindings import lease_with_room, let_frames_go
+from tierstore.training.bundles.lease_room import lease_with_room, let_frames_go
 from tierstore.training.bundles.patient_store import patiently
 from tierstore.training.bundles.reclaiming import Reclaimer
 from tierstore.training.locks import Rank

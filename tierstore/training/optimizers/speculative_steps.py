@@ -52,7 +52,8 @@ from tierstore.training.optimizers.doubles import (
     writes_to_gradients,
 )
 from tierstore.training.optimizers.host_stepper import HostStepper
-from tierstore.training.optimizers.made_steps import MadeStep, StepBasis, basis_of, made_from
+from tierstore.training.optimizers.local_steps import is_of_shards, lie_alike
+from tierstore.training.optimizers.made_steps import MadeStep, Stashed, StepBasis, basis_of, made_from
 from tierstore.training.optimizers.registered import is_known
 from tierstore.training.optimizers.step_units import StepTrainer, StepUnit, options_of, placed
 from tierstore.training.optimizers.steps_aside import StepAside
@@ -210,11 +211,16 @@ class SpeculativeSteps:
         needed = [turn.bundle, *self._states(turn)]
         return (
             self._is_plain(turn)
+            and self._lie_alike(turn, stashed)
             and len(stashed) == len(turn.parameters)
             and self._has_room(needed, sum(binding.nbytes for _, binding in stashed))
             and self._are_idle([*needed, *(binding for _, binding in stashed)])
             and not self._writes_to_gradients(turn)
         )
+
+    def _lie_alike(self, turn: StepUnit, stashed: Stashed) -> bool:
+        gradients = {parameter: binding.tensors[0] for parameter, binding in stashed}
+        return not is_of_shards(turn) or lie_alike(self.optimizer, turn, gradients.get)
 
     def _writes_to_gradients(self, turn: StepUnit) -> bool:
         """Say whether a step writes to gradients, as ``SGD``'s with ``nesterov`` and ``foreach`` does."""

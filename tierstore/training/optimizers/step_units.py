@@ -327,7 +327,7 @@ def placed(bindings: Bindings, needed: Sequence[Binding], tier: str) -> Iterator
     """Lease in ``tier``, where the optimizer computes, inside the context."""
     former = [binding.tier for binding in needed]
     for binding in needed:
-        if bindings.release_idle(binding):
+        if bindings.keeps_leases or bindings.release_idle(binding):  # where they stay there is one tier
             binding.tier = tier
     try:
         yield

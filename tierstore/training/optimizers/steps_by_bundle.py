@@ -36,6 +36,7 @@ from tierstore.training.autograd.gradient import native_gradient
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.faults import guard
+from tierstore.training.optimizers.local_steps import may_be_local, only_local
 from tierstore.training.optimizers.refused_steps import refuses
 from tierstore.training.optimizers.speculative_steps import Expectations, SpeculativeSteps
 from tierstore.training.optimizers.state import OptimizerState, order_entries
@@ -363,7 +364,7 @@ class StepsByBundle:
             self._gradients.show(stashed)
             self._progress = Progress.PARTIAL
             try:
-                with only(self.optimizer, turn.groups, turn.one_by_one), in_sight():
+                with self._seen_alone(turn), in_sight():
                     own_step(self.optimizer)(self.optimizer, **kwargs)
                 has_stepped()
             finally:
@@ -372,6 +373,12 @@ class StepsByBundle:
             self._gradients.assign(parameter, value)
         self.state.take_in(turn.bundle, turn.parameters)
         self._ahead.push_down(turn)
+
+    def _seen_alone(self, turn: StepUnit) -> contextlib.AbstractContextManager[None]:
+        """Let the optimizer see one bundle's parameters alone, inside the context."""
+        if may_be_local(self.optimizer, turn, native_gradient):
+            return only_local(self.optimizer, turn, native_gradient)
+        return only(self.optimizer, turn.groups, turn.one_by_one)
 
 
 class _Stepped:

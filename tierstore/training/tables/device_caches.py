@@ -23,7 +23,7 @@ from tierstore.planning.homes import CPU, DEVICE
 from tierstore.store import Store
 from tierstore.tables import DeviceHome
 from tierstore.torch_private import DisableTorchDispatch
-from tierstore.training.bundles.bindings import let_frames_go
+from tierstore.training.bundles.lease_room import let_frames_go
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.cache_wishes import CacheWish, cache_set
 from tierstore.training.tables.kept_tables import cache_key

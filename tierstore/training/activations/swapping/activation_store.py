@@ -54,11 +54,8 @@ from tierstore.training.activations.swapping.offloaded_storage import (
 )
 from tierstore.training.activations.swapping.run_store import ActivationHost, host_of
 from tierstore.training.autograd.saved_tensors import refuse_if_changed
-from tierstore.training.bundles.bindings import (
-    lease_with_room,
-    let_frames_go,
-    set_data,
-)
+from tierstore.training.bundles.bindings import set_data
+from tierstore.training.bundles.lease_room import lease_with_room, let_frames_go
 from tierstore.training.locks import Rank
 
 log = logging.getLogger("tierstore")

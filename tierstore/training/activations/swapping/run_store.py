@@ -14,7 +14,7 @@ from tierstore.config import StoreConfig
 from tierstore.leases import Lease
 from tierstore.store import FASTEST, Store
 from tierstore.training.budgets.reclaimers import Sweeper
-from tierstore.training.bundles.patient_store import Lessee, PatientStore
+from tierstore.training.bundles.patient_store import LeaseKeeper, Lessee, PatientStore
 from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
 from tierstore.training.pytorch.own_work import ordinary_mode
 
@@ -99,11 +99,11 @@ class RunStore(PatientStore):
         super().__init__(config)
         self._host: weakref.ref[ActivationHost] | None = None
 
-    def begin_hosting(self, host: ActivationHost, lessee: Lessee) -> None:
-        """Take in who looks after the store, and who leases in it; it keeps neither."""
+    def begin_hosting(self, host: ActivationHost, lessee: Lessee, keeper: LeaseKeeper) -> None:
+        """Take in who looks after the store, and who leases in it; it keeps none of them."""
         assert self._host is None
         self._host = weakref.ref(host)
-        self.be_patient_with(lessee)
+        self.be_patient_with(lessee, keeper)
 
     @property
     def host(self) -> ActivationHost:
