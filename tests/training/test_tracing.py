@@ -193,6 +193,25 @@ def test_units_are_what_optimizers_step() -> None:
     assert ended == {gradient for unit in program.units for gradient in unit.gradients}
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "RAdam", "SGD", "Muon", "Adafactor"])
+def test_turns_of_the_same_forms_are_stepped_once_and_told_as_if_each_were(kind: str) -> None:
+    stepped: list[object] = []
+
+    def watched() -> Parts:
+        model, inputs, optimizer = matrices()
+        optimizer.register_step_post_hook(lambda *_: stepped.append(None))
+        return model, inputs, optimizer
+
+    def matrices() -> Parts:
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.Linear(8, 4, bias=False))
+        return model, (torch.randn(2, 8),), getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+
+    apart = Grouping(small_bytes=0)
+    program = trace_model(matrices, loss=loss_of, grouping=apart)
+    assert program == trace_model(watched, loss=loss_of, grouping=apart)
+    assert len(stepped) == 1 + len(program.units) == 5  # somebody looks: so each is
+
+
 def test_without_an_optimizer_nothing_is_stepped_and_that_is_said() -> None:
     program = trace_model(lambda: mlp()[:2], loss=loss_of)
     assert program.units == ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierstore.planning import ByteKind, Datum, Does, KeyUse, Moment, OperatorWork, Phase
 from tierstore.torch_private import next_sequence_number
@@ -90,6 +90,20 @@ class MomentLog:
         storages.begin_peak()
         while self._ended_between:
             self.use(self._ended_between.pop(0), Does.END)
+
+    @property
+    def number(self) -> int:
+        """Of the open moment, for `repeat`."""
+        return len(self._done)
+
+    def repeat(self, number: int) -> None:
+        """Let the open moment, with no operators yet, do what an earlier one did that left nothing behind."""
+        moment = self._open
+        if moment is not None:
+            earlier, workspace_bytes, _ = self._done[number]
+            moment.work = {sort: replace(work) for sort, work in earlier.work.items()}
+            moment.operators = earlier.operators
+            self.storages.note_peak(moment.begin_bytes + workspace_bytes)
 
     def finish(self) -> None:
         """End the open moment."""

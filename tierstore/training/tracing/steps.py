@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Datum, Does, Phase, Unit
@@ -20,6 +21,7 @@ from tierstore.training.tracing.bundles_of import Bundles
 from tierstore.training.tracing.moment_log import MomentLog
 from tierstore.training.tracing.places import named_errors
 from tierstore.training.tracing.storages import Sort
+from tierstore.training.tracing.twin import has_others
 from tierstore.training.tracing.watch import Watch, WatchedModules
 
 Turn = tuple[str, list[tuple[dict[str, object], list[torch.Tensor]]]]
@@ -57,6 +59,7 @@ class TracedStep:
         self.state: dict[str, Datum] = {}
         self.standing_bytes = 0
         self.most_bytes = 0
+        self._fresh: set[int] = set()  # optimizers, by their place, that had not stepped before
 
     def run(self, accumulations: int) -> None:
         """Run it.
@@ -159,6 +162,8 @@ class TracedStep:
         """Let optimizers make what they keep, as a run's first step does."""
         self.log.phase = Phase.OPTIMIZER
         for index, optimizer in enumerate(self._trained.optimizers):
+            if not optimizer.state:
+                self._fresh.add(index)
             with named_errors(f"the step of {type(optimizer).__name__}"):
                 optimizer.step()
             for key, unit in self._parameters_by_bundle(optimizer).items():
@@ -184,14 +189,27 @@ class TracedStep:
         self.log.phase, self.log.layer = Phase.OPTIMIZER, None
         for index, optimizer in enumerate(self._trained.optimizers):
             if registered.is_per_parameter(optimizer):
-                for key, groups in self._turns_of(optimizer):
-                    self._begin_turn(index, optimizer, [key])
-                    with only(optimizer, groups):
-                        optimizer.step()
+                self._step_bundles(index, optimizer)
             else:
                 self._begin_turn(index, optimizer, [key for key, _ in self._turns_of(optimizer)])
                 optimizer.step()
         self.log.finish()
+
+    def _step_bundles(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        """Step bundle by bundle; a turn with the forms of an earlier one does what that did."""
+        may_repeat = index in self._fresh and registered.is_known(optimizer) and not _has_hooks(optimizer)
+        earlier: dict[Hashable, int] = {}
+        for key, groups in self._turns_of(optimizer):
+            self._begin_turn(index, optimizer, [key])
+            form = _form_of_turn(optimizer, groups) if may_repeat else None
+            if form in earlier:
+                self.log.repeat(earlier[form])
+                continue
+            before_bytes = self.log.storages.total_bytes
+            with only(optimizer, groups):
+                optimizer.step()
+            if form is not None and self.log.storages.total_bytes == before_bytes:
+                earlier[form] = self.log.number
 
     def _begin_turn(self, index: int, optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> None:
         """Begin the moment in which an optimizer steps some bundles, with all that it needs of them."""
@@ -249,6 +267,34 @@ class TracedStep:
 
 def _named(group: object) -> Iterator[tuple[torch.Tensor, str]]:
     yield from zip(group.tensors, group.names, strict=True)  # type: ignore[attr-defined]
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody asked to be called at its steps: nobody knows what that does."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001 - nobody else tells
+    return bool(own) or any(
+        has_others(register)
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    )
+
+
+def _form_of_turn(
+    optimizer: torch.optim.Optimizer, groups: Sequence[tuple[dict[str, object], list[torch.Tensor]]]
+) -> Hashable:
+    """Return all that a turn depends on, of an optimizer that takes each parameter by itself."""
+    return tuple(
+        (id(group), _form_of((each, each.grad)), _form_of(tuple(optimizer.state[each].items())))
+        for group, parameters in groups
+        for each in parameters
+    )
+
+
+def _form_of(value: object) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, tuple):
+        return tuple(map(_form_of, value))
+    return value if isinstance(value, str | int | float | None) else id(value)
 
 
 def _tensors_of(value: object) -> Iterator[torch.Tensor]:

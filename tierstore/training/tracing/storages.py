@@ -115,6 +115,10 @@ class MetaStorages:
         """Let `peak_bytes` be what is live now."""
         self.peak_bytes = self.total_bytes
 
+    def note_peak(self, nbytes: int) -> None:
+        """As many bytes as that would have been live since."""
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+
     def _forget(self, known: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(known, CountedStorage)
         self._count(known, -known.nbytes)

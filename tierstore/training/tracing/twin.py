@@ -219,7 +219,7 @@ def refuse_hooks(model: nn.Module) -> None:
         UsageError: there are hooks, also such for all modules or optimizers, compiled or scripted modules.
     """
     for register in _EVERYWHERE:
-        if _has_others(register):
+        if has_others(register):
             raise UsageError("all modules, or all optimizers, have hooks")
     for name, module in model.named_modules():
         tables: list[dict[int, object]] = [vars(module)[table] for table in _HOOKS]
@@ -242,7 +242,7 @@ _EVERYWHERE: tuple[Callable[[Callable[..., None]], RemovableHandle], ...] = (
 """What registers hooks for everything in the process."""
 
 
-def _has_others(register: Callable[[Callable[..., None]], RemovableHandle]) -> bool:
+def has_others(register: Callable[[Callable[..., None]], RemovableHandle]) -> bool:
     """Whether the program has hooks where one would be registered."""
     handle = register(do_nothing)
     try:
