@@ -26,7 +26,7 @@ from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Phase, Program
 from tierstore.planning.searching.alternatives import GRID, Levers, differences, neighbours, todays
 from tierstore.planning.searching.bound import Solve, lower_bound
-from tierstore.planning.searching.estimate import estimate
+from tierstore.planning.searching.estimate import Estimator
 from tierstore.planning.searching.spans import usage_of
 from tierstore.planning.simulating import Conditions, simulate
 from tierstore.planning.timeline import COMPUTE, StallCause, Timeline
@@ -241,7 +241,8 @@ class _Estimates:
     def __init__(self, program: Program, machine: Machine, conditions: Conditions, most: int) -> None:
         self._program = program
         self._machine = machine
-        self._is_divided = conditions.is_divided and machine.tiers[0].medium is TierMedium.DEVICE
+        is_divided = conditions.is_divided and machine.tiers[0].medium is TierMedium.DEVICE
+        self._estimator = Estimator(program, machine, is_divided=is_divided)
         self._found: dict[str, tuple[float, Placement]] = {}
         self.left = most
 
@@ -249,8 +250,7 @@ class _Estimates:
         """Estimate a placement, unless it was."""
         name = repr(placement)
         if name not in self._found:
-            found = estimate(self._program, self._machine, placement, is_divided=self._is_divided)
-            self._found[name] = found.step_s, placement
+            self._found[name] = self._estimator.estimate(placement).step_s, placement
             self.left -= 1
         return self._found[name][0]
 
