@@ -46,7 +46,10 @@ class Books:
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
-        entry.story = (*entry.story[3 - 3 * STORY_EVENTS :], self.tick, what, tier)
+        story = entry.story
+        if len(story) >= 3 * STORY_EVENTS:
+            story = story[3:]
+        entry.story = story + (self.tick, what, tier)  # noqa: RUF005 - unpacking takes twice as long
 
     def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
         """Open an entry that nobody sees yet."""
