@@ -427,8 +427,11 @@ class CopyScheduler:
             self.books.changed.clear()
             self.books.restless.clear()
             self.striding.clear()
-        while self.books.changed or self.books.restless or self.striding or self.parting:
+        books = self.books
+        while books.changed or books.restless or self.striding or self.parting:
             self.ask_watchers()
-            self._go_on_with_all()
-            self._part_with_all()
+            if self.striding:
+                self._go_on_with_all()
+            if self.parting:
+                self._part_with_all()
             self.pump()

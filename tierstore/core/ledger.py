@@ -141,15 +141,15 @@ class Ledger:
             CapacityError: a resize that leases forbid; nothing was changed.
             InvariantError: a bug: the event does not fit the books.
         """
-        books = self.books
+        books, scheduler = self.books, self.scheduler
         for event in events:
-            if self.scheduler.is_closed and type(event) in _REQUESTS:
+            if scheduler.is_closed and type(event) in _REQUESTS:
                 raise StoreClosed("the store is closed.")
             books.tick += 1
             self._handlers[type(event)](event)
-        if books.changed or books.restless or self.scheduler.striding or self.scheduler.parting:
-            self.scheduler.run_to_rest()
-        while self.commits.start():
+        if books.changed or books.restless or scheduler.striding or scheduler.parting:
+            scheduler.run_to_rest()
+        while self.commits.tier is not None and self.commits.start():
             self.scheduler.run_to_rest()
         if self._closing is not None:
             self._finish_closing()
@@ -167,7 +167,7 @@ class Ledger:
             ) from None
 
     def _entries(self, keys: Sequence[str]) -> list[Entry]:
-        return [self._entry(key) for key in dict.fromkeys(keys)]
+        return [self._entry(key) for key in (keys if len(keys) == 1 else dict.fromkeys(keys))]
 
     def _put(self, event: m.PutRequested) -> None:
         existing = self.books.index.get(event.key)
@@ -265,6 +265,11 @@ class Ledger:
             # Advice about a key that is being written is advice that comes too late.
             entries = [entry for entry in entries if entry.writer is None]
         self._end_evictions(entries, event.tier)
+        if all(entry.is_ready(event.tier) for entry in entries):  # as most advice finds it
+            for entry in entries:
+                self.books.touch(entry.replicas[event.tier])
+            self.books.out.append(m.Settle(event.request))
+            return
         self.scheduler.begin(FetchRequest(self, event.request, entries, event.tier, event.urgency))
 
     def _end_evictions(self, entries: Sequence[Entry], tier: int) -> None:

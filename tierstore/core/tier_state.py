@@ -174,6 +174,8 @@ class TierState:
 
     def first(self) -> Want | None:
         """Return who is next for room."""
+        if not self.waiting:
+            return None
         for queue in self.queues.values():
             for want in queue:
                 return want
