@@ -7,6 +7,7 @@ the backward graph before its use.  Backward takes the moments of forward the ot
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from tierstore.errors import CapacityError
@@ -95,16 +96,17 @@ def _schedule(moments: Sequence[Moment], ahead: Mapping[str, int]) -> tuple[_Sch
     coming: _Schedule = {}
     ranges = _node_ranges(moments)
     made: dict[str, int] = {}
+    leaves_after = functools.cache(functools.partial(_leaves_after, moments, ranges))
+    comes_before = functools.cache(functools.partial(_comes_before, moments, ranges))
     for number, moment in enumerate(moments):
         for use in moment.uses:
             if use.key not in ahead:
                 continue
             if use.does is Does.MAKE:
                 made[use.key] = number
-                leaving.setdefault(_leaves_after(moments, ranges, number, ahead[use.key]), []).append(use.key)
+                leaving.setdefault(leaves_after(number, ahead[use.key]), []).append(use.key)
             elif moment.phase is Phase.BACKWARD and use.does is Does.READ and use.key in made:
-                first = _comes_before(moments, ranges, number, ahead[use.key])
-                coming.setdefault(first, []).append(use.key)
+                coming.setdefault(comes_before(number, ahead[use.key]), []).append(use.key)
                 del made[use.key]
     return leaving, coming
 
