@@ -37,6 +37,8 @@ class ByteKind(enum.Enum):
     INPUT = "input"
     WORKSPACE = "workspace"  # of operators, while they run
 
+    __hash__ = object.__hash__  # an enum's own is a call into Python, for every use
+
 
 class Phase(enum.Enum):
     """What a step does at a time."""
@@ -46,6 +48,8 @@ class Phase(enum.Enum):
     OPTIMIZER = "optimizer"
     BETWEEN = "between"  # inputs are made, gradients are zeroed
 
+    __hash__ = object.__hash__  # as above
+
 
 class Does(enum.Enum):
     """What a moment does with a datum."""
@@ -54,6 +58,8 @@ class Does(enum.Enum):
     WRITE = "write"  # reads and changes
     MAKE = "make"  # it comes to be
     END = "end"  # nobody needs it any more
+
+    __hash__ = object.__hash__  # as above
 
 
 @dataclass(frozen=True, slots=True)

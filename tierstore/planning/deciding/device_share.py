@@ -54,6 +54,8 @@ class StepPhase(enum.Enum):
     EVALUATION = enum.auto()  # forward alone
     BETWEEN = enum.auto()  # nothing of the model's: inputs are made
 
+    __hash__ = object.__hash__  # an enum's own is a call into Python, for every use
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedBytes:

@@ -61,7 +61,7 @@ class DividedDevice:
         self._store = store
         self._holdings = holdings
         self._limit_bytes = limit_bytes
-        self._ratios = ratios
+        self._ratios = [Fraction(ratio) for ratio in ratios]
         self._standing_bytes = standing_bytes
         self._set_ahead = set_ahead
         self._is_enforced = is_enforced
@@ -190,7 +190,7 @@ class DividedDevice:
 
     def _give(self, quota_bytes: int) -> None:
         if quota_bytes != self._share.quota_bytes:
-            high, low = (math.floor(Fraction(each) * quota_bytes) for each in self._ratios)
+            high, low = (math.floor(ratio * quota_bytes) for ratio in self._ratios)
             self._store.resize(0, quota_bytes, high, low)
             self._share.quota_bytes = quota_bytes
 

@@ -67,10 +67,15 @@ class Holdings:
             if newest > self._newest:
                 self._take_in(books, now_s)
                 self._newest = newest
-        for index, tier_state in enumerate(books.tier_states):
-            if tier_state.charged_bytes != self._charged[index]:
-                self._charged[index] = tier_state.charged_bytes
-                self._enter(self.charges[self._tiers[index]], now_s, tier_state.charged_bytes)
+        charged = [tier_state.charged_bytes for tier_state in books.tier_states]
+        if charged != self._charged:  # few events change that
+            self._note_charged(charged, now_s)
+
+    def _note_charged(self, charged: Sequence[int], now_s: float) -> None:
+        for index, nbytes in enumerate(charged):
+            if nbytes != self._charged[index]:
+                self._charged[index] = nbytes
+                self._enter(self.charges[self._tiers[index]], now_s, nbytes)
                 self._step_peaks[index] = max(self._step_peaks[index], self._held_in(index))
                 self._look()
 

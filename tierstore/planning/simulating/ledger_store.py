@@ -25,7 +25,7 @@ from tierstore.planning.timeline import Interval, StallCause
 _HOLDER = "the program"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waited:
     """A part of a wait.
 
@@ -116,7 +116,9 @@ class LedgerStore:
             self.ledger.check()
 
     def _carry_out(self, command: m.Command) -> None:
-        match command:
+        match command:  # the most frequent first
+            case m.Settle():
+                self._answer(command.request, command.error)
             case m.StartCopy():
                 self._copy(command)
             case m.FreeSlot():
@@ -124,8 +126,6 @@ class LedgerStore:
             case m.Grant():
                 self._granted[command.request] = command.replicas
                 self._answer(command.request, None)
-            case m.Settle():
-                self._answer(command.request, command.error)
             case m.SetCapacity() | m.Commit():
                 pass
 

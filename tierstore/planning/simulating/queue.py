@@ -55,6 +55,7 @@ class EventQueue:
 
     def run_until(self, at_s: float) -> None:
         """Let happen what happens up to a time, and go on to it."""
-        while self._heap and self._heap[0][0] <= at_s:
+        heap = self._heap
+        while heap and heap[0][0] <= at_s:
             self.run_next()
         self.now_s = max(self.now_s, at_s)

@@ -186,10 +186,11 @@ class Simulator:
         ]
         first = self._store.names[0]
         data = self._program.data
+        followed = {key: datum.nbytes for key, datum in data.items() if datum.kind in _FOLLOWED}
         follower = Follower(
             prefetched,
             first,
-            lambda key: data[key].nbytes if key in self._store and data[key].kind in _FOLLOWED else 0,
+            lambda key: followed[key] if key in followed and key in self._store else 0,
             len({unit.optimizer for unit in self._program.units}),
             self._residents,
         )

@@ -135,9 +135,9 @@ class KeyWindows:
         """Carry advice out."""
         for each in advice:
             match each:
-                case Follow(plan):
-                    self._store.follow(plan)
-                case Advance(position):
-                    self._store.advance(position)
-                case Prefetch(key, tier):
-                    self._store.prefetch(key, self._store.names.index(tier))
+                case Prefetch():  # the most frequent first
+                    self._store.prefetch(each.key, self._store.names.index(each.tier))
+                case Advance():
+                    self._store.advance(each.position)
+                case Follow():
+                    self._store.follow(each.plan)
