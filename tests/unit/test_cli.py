@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from tierstore.cli import doctor, main, measure
+from tierstore.cli.no_collection import no_collection
 from tierstore.errors import BackendError
 from tierstore.units import MIB
 
@@ -398,3 +400,17 @@ def test_a_slow_disk_is_measured_no_longer_than_the_time_there_is(
 def test_little_free_space_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=64 * MIB))
     assert any("64.0 MiB free: little" in line for line in doctor.examine(tmp_path).missing)
+
+
+@no_collection()
+def _fail_without_collection() -> None:
+    with no_collection():
+        pass
+    raise ValueError(gc.isenabled())
+
+
+def test_garbage_is_looked_for_as_before_whatever_ends_a_time_without() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="False"):
+        _fail_without_collection()
+    assert gc.isenabled()

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from tierstore import __version__
 from tierstore.cli.ending import ended_by_signals
+from tierstore.cli.no_collection import no_collection
 from tierstore.errors import TierStoreError, UsageError
 
 _FAILED = 1
@@ -113,7 +114,8 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 def _adder(
     verb: _Verb,
 ) -> Callable[[argparse._SubParsersAction[argparse.ArgumentParser], argparse.ArgumentParser], None]:
-    module = importlib.import_module(f"tierstore.cli.{verb.module}")
+    with no_collection():
+        module = importlib.import_module(f"tierstore.cli.{verb.module}")
     found: Callable[[argparse._SubParsersAction[argparse.ArgumentParser], argparse.ArgumentParser], None]
     found = getattr(module, verb.add)
     return found

@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 
+from tierstore.cli.no_collection import no_collection
 from tierstore.cli.plan_result import PlanResult
 from tierstore.cli.seconds import format_seconds
 from tierstore.config import OffloadConfig
@@ -106,7 +105,7 @@ def find(
     result = PlanResult(
         program, machine, assumptions=assumptions, asked=asked if wish.ranks is None else None
     )
-    with _no_collection():
+    with no_collection():
         found = _found(result, given, wish, conditions)
     return found if memory_bytes is None or wish.ranks is not None else _within(memory_bytes, found)
 
@@ -125,18 +124,6 @@ def _within(memory_bytes: int, found: PlanResult) -> PlanResult:
     if peak_bytes <= first.capacity_bytes:
         return found
     return replace(found, assumptions=(*found.assumptions, f"{held}: without a device {beside}"))
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let Python look for no garbage: there is next to none, and all of PyTorch would be looked through."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _found(result: PlanResult, given: Placement, wish: RunWish, conditions: Conditions) -> PlanResult:

@@ -24,6 +24,7 @@ from tierstore.cli.functions import (
     user_code,
     without_default,
 )
+from tierstore.cli.no_collection import no_collection
 from tierstore.cli.text_files import read_text
 from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Program
@@ -204,7 +205,7 @@ def _config_build(wish: ModelWish, name: str) -> Callable[[], Built]:
         raise UsageError(
             f"{named(name)} is neither module:function, as my.models:llama, nor the path of a config.json"
         )
-    with _printing_on_stderr():
+    with _printing_on_stderr(), no_collection():  # transformers is imported
         return build_from_config(Path(name), batch=wish.batch or 1, sequence=wish.sequence, dtype=wish.dtype)
 
 
