@@ -66,6 +66,7 @@ def _run_in_child(folder: str, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    import tierstore.training  # noqa: F401 - what the programs import
+    from tests.imported_ahead import import_ahead
 
+    import_ahead()
     sys.exit(any(_run_in_child(folder, words) for folder, words in json.loads(sys.argv[1])))

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import tierstore as ts
+from tests.imported_ahead import import_ahead
 from tierstore.training import Offload, offload
 
 TIMEOUT_S = 60
@@ -142,6 +143,7 @@ def _end_in_a_pass(parts: Parts) -> None:
 def main() -> None:
     """Fork a life for each line of the input."""
     torch.set_num_threads(1)
+    import_ahead()
     for line in sys.stdin:
         how, _, path = line.rstrip("\n").partition("\t")
         child = os.fork()

@@ -6,7 +6,6 @@ and offloaded in the processes of one group, and writes what each found to ``FOL
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from tests.imported_ahead import import_ahead
 from tests.integrations import tiny
 from tests.training.rank_lives import as_torchrun, lead
 
@@ -173,8 +173,7 @@ def main(folder: Path) -> None:
     store = distributed.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, PROCESSES, is_master=True, wait_for_workers=False
     )
-    gc.collect()
-    gc.freeze()
+    import_ahead()
 
     def work(rank: int) -> object:
         # As torchrun's agent has it: its own store is where the processes meet.

@@ -11,7 +11,6 @@ Lives are forked from one process that has imported everything and started no th
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -29,6 +28,7 @@ import torch
 from torch import nn
 
 import tierstore as ts
+from tests.imported_ahead import import_ahead
 from tests.training.table_models import Clicks, HotClicks, loss_of_clicks, table_config
 from tests.training.twins import WIDTH, Block, batch, config_of, loss_of, with_device
 from tierstore.optim import LazyAdam
@@ -291,7 +291,6 @@ def void(_: object) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # no life looks for referrers, or for tensors, among all that is imported
+    import_ahead()  # no life looks for referrers, or for tensors, among all of it
     for subject, folder, seed, kills, layouts in json.loads(sys.argv[1]):
         main(SUBJECTS[subject], Path(folder), seed, kills, layouts)

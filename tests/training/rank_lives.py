@@ -10,7 +10,6 @@ process found, or how it failed, to ``FOLDER/NAME-PROCESSES.json``.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+
+from tests.imported_ahead import import_ahead
 
 Scenario = Callable[[int, int, Path], object]
 """Given the rank, how many there are and a folder that all share; what it returns becomes JSON."""
@@ -112,8 +113,7 @@ def main(folder: Path, names: list[str]) -> None:
         rank_tables,
     )
 
-    gc.collect()
-    gc.freeze()
+    import_ahead()
     for name in names:
         which, _, count = name.partition(":")
         processes = int(count or 2)

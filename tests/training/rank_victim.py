@@ -9,7 +9,6 @@ What each training came to is written to the folder, and ``kills.json`` tells wh
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import sys
@@ -21,6 +20,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.imported_ahead import import_ahead
 from tests.training.durable_victim import Moment, void, watch
 from tests.training.rank_lives import begin_group, lead
 from tests.training.rank_tables import (
@@ -203,7 +203,6 @@ def main(folder: Path, stride: int, subject: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    import_ahead()
     with contextlib.redirect_stderr(sys.stdout):
         main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -7,7 +7,6 @@ it failed, to ``FOLDER/LAYOUT.json``.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import sys
@@ -20,6 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.imported_ahead import import_ahead
 from tests.training.rank_lives import begin_group, lead
 from tests.training.twins import WIDTH, Block, config_of, same, with_device
 from tierstore.training import offload
@@ -160,8 +160,7 @@ def differences(
 
 def main(processes: int, folder: Path, layouts: Sequence[str]) -> None:
     """Train each kind wrapped at each time, the cases by turns in the layouts; write what differs."""
-    gc.collect()
-    gc.freeze()  # nobody looks for referrers, or for tensors, among all that is imported
+    import_ahead()  # nobody looks for referrers, or for tensors, among all of it
     cases = [*itertools.product(KINDS, WRAPPED)]
     for number, layout in enumerate(layouts):
         place = folder / layout
