@@ -97,8 +97,8 @@ def test_the_first_steps_are_shown_without_torch() -> None:
 
 @pytest.mark.slow
 def test_importing_training_takes_a_fraction_of_what_pytorch_takes() -> None:
-    """The least of several, in time of the processor: a machine may be busy, or slow."""
-    assert min(float(_printed(_TIMED)) for _ in range(3)) < _MOST_OF_TORCH
+    """At least once in several, in time of the processor: a machine may be busy, or slow."""
+    assert any(float(_printed(_TIMED)) < _MOST_OF_TORCH for _ in range(3))
 
 
 def test_a_verb_that_is_not_called_has_the_help_of_one_that_is() -> None:
