@@ -32,7 +32,7 @@ OF_SHARDS: Mapping[str, Case] = {
     "one group": CASES["one group"],
     "tensor parallel": Case(mesh="tensor parallel"),
 }
-TRIED = tried(OF_SHARDS, always=1, of=4)
+TRIED = tried(OF_SHARDS, always=1, of=8)
 _ROOM = {"max_device_memory": "6MB", "offload_cpu_size": "16MB"}
 _ROWS = 512  # of which activations are worth moving
 

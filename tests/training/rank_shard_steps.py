@@ -73,13 +73,13 @@ def replace_state_by_what_lies_elsewhere(trial: Trial, turn: int) -> None:
 
 
 ACTS = [*BETWEEN, assign_gradients_that_lie_elsewhere, replace_state_by_what_lies_elsewhere]
-TRIED_ACTS = tried(ACTS, always=2, of=12, name=lambda between: between.__name__)
+TRIED_ACTS = tried(ACTS, always=1, of=24, name=lambda between: between.__name__)
 BY_ELEMENT = [
     kind for kind in KINDS if not kind.startswith(("adafactor", "asgd", "rprop", "ftrl", "lazy", "our"))
 ]
 """What may step shards at all."""
 
-TRIED_KINDS = tried(BY_ELEMENT, always=2, of=6)
+TRIED_KINDS = tried(BY_ELEMENT, always=1, of=12)
 _ROOM: Mapping[str, Mapping[str, object]] = {"disk": {}, "three": {"max_device_memory": "400KB"}}
 
 

@@ -38,7 +38,7 @@ VALUED: Mapping[str, Case] = {
     "replicas": replace(CASES["clipped"], mesh="replicas"),
     "tensor parallel": replace(CASES["clipped"], mesh="tensor parallel"),
 }
-TRIED = tried(VALUED, of=4)
+TRIED = tried(VALUED, always=1, of=8)
 
 
 def on_meta(case: Case, processes: int) -> Life:
