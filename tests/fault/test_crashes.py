@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import IS_CI
+
 _ROOT = Path(__file__).parents[2]
 _MOMENTS = {"flushing", "between", "put", "replace", "write", "evict", "get", "drop", "rename", "closed"}
 
@@ -27,7 +29,7 @@ def kill(trials: int, directory: Path, timeout_s: float) -> dict[str, int]:
 
 
 def test_a_killed_process_leaves_exactly_what_a_flush_left(tmp_path: Path) -> None:
-    moments = kill(40, tmp_path, timeout_s=110)
+    moments = kill(24 if IS_CI else 40, tmp_path, timeout_s=110)
     assert moments.get("flushing", 0) > 0, "no worker was killed in a flush: this shows little"
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tierstore as ts
 from tests.fault.test_interrupts import InterruptAt
+from tests.sampling import IS_CI
 from tests.training.leases import leased_bytes
 from tests.training.twins import same
 from tierstore.errors import BackendError, KeyNotFound, StoreClosed, TierStoreError
@@ -98,7 +99,8 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
 
 
-every_stride = pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.long)])
+_STRIDE = 51 if IS_CI else 17
+every_stride = pytest.mark.parametrize("stride", [_STRIDE, pytest.param(1, marks=pytest.mark.long)])
 
 
 def numbers(inject: Inject, stride: int, act: Callable[[InterruptAt], None]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from torch import nn
 
 import tierstore as ts
 from tests.fault.test_signals import AlarmError, AtLine, handled, raising, send
+from tests.sampling import IS_CI
 from tierstore import signals, torch_private
 from tierstore.training import offload
 
@@ -182,7 +183,8 @@ def shoot(layout: str, path: Path, count: int, raised: type[BaseException]) -> i
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, AlarmError])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_after_a_signal_is_right(layout: str, raised: type[BaseException], tmp_path: Path) -> None:
-    assert sweep(layout, tmp_path, 101, raised) > 10
+    every, least = (303, 3) if IS_CI else (101, 10)
+    assert sweep(layout, tmp_path, every, raised) > least
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, AlarmError])
@@ -276,7 +278,7 @@ def test_a_run_that_is_closed_in_the_midst_of_its_end_is_closed_once(tmp_path: P
         trained = Trained(LAYOUTS["disk"], tmp_path / str(number))
         before = state_of(trained.model)
         with handled(lambda *_, run=trained.run: run.close()):
-            with AtLine(1 + 401 * number, send, of=(ROOT,)) as met:
+            with AtLine(1 + (2003 if IS_CI else 401) * number, send, of=(ROOT,)) as met:
                 trained.run.close()
             wait_for_handlers()
         assert bits(state_of(trained.model)) == bits(before), met.line

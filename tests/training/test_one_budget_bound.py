@@ -14,6 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.sampling import IS_CI
 from tests.training.ahead_loops import Taken, count_taken
 from tests.training.one_budget import (
     BATCH,
@@ -39,6 +40,7 @@ __all__ = ["count_taken"]  # a fixture
 
 KIB = 1024
 QUIET = Way(is_logging=False)
+_FEWEST = 2 if IS_CI else 5  # trainings: each takes seconds
 STEPS = (BATCH,) * 5
 
 
@@ -165,7 +167,7 @@ def _trainings(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(_trainings())
-@settings(max_examples=max(5, settings().max_examples // 10))
+@settings(max_examples=max(_FEWEST, settings().max_examples // 10))
 def test_any_training_stays_in_its_budget_or_says_that_it_cannot(training: dict[str, Any]) -> None:
     layers, sizes, share = training["layers"], training["sizes"], training["share"]
     enough = int(1.1 * _enough_bytes(layers, max(sizes)))
@@ -304,7 +306,7 @@ def _all_bytes(net: Net) -> int:
     marks=st.sampled_from([{}, whole_layers(1), whole_layers(3), whole_layers(40), operators("linear")]),
     shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=3, unique=True).map(sorted),
 )
-@settings(max_examples=max(5, settings().max_examples // 12))
+@settings(max_examples=max(_FEWEST, settings().max_examples // 12))
 def test_what_trains_within_a_budget_trains_within_every_larger_one(
     net: Net, marks: dict[str, object], shares: list[float]
 ) -> None:

@@ -25,7 +25,7 @@ from tests.training.differential.trial import end_checkpoints
 from tierstore.errors import UsageError
 
 _LONG_PROGRAMS = int(os.environ.get("DIFFERENTIAL_PROGRAMS", "20000"))
-_PROGRAMS = {"ci": 100, "long": _LONG_PROGRAMS}.get(PROFILE, 200)
+_PROGRAMS = {"ci": 40, "long": _LONG_PROGRAMS}.get(PROFILE, 200)
 
 
 @pytest.fixture(autouse=True)
