@@ -7,10 +7,15 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import pytest
+
 Case = TypeVar("Case")
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 IS_CI = PROFILE == "ci"
+
+too_long_for_ci = pytest.mark.skipif(IS_CI, reason="it takes long, and CI tries the like of it elsewhere")
+"""For tests of half a minute: `make test` by itself runs them."""
 
 
 def tried(

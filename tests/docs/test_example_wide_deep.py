@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.docs.test_example_wide_deep_criteo import some_lines, write
+from tests.sampling import too_long_for_ci
 from train_wide_deep import main
 from wide_deep import PlainTables, TieredTables, WideDeep, WideDeepShape, groups_of, halved
 from wide_deep_job import command_line, read_job
@@ -130,6 +131,7 @@ def test_every_variant_equals_plain_pytorch(words: list[str], capsys: pytest.Cap
     assert (deep > wide) is ("--dense" in words)
 
 
+@too_long_for_ci
 def test_tables_of_ten_times_the_host_quota_train_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows and their optimizers' state take 13 MB."""
     words = [*TINY, "--vocabulary", "64000", "--dimension", "16", "--width", "32", "--batch-size", "64"]

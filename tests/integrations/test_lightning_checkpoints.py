@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from tests.integrations.lightning_models import Classifier, How, copied, data, options_of, ours, trainer
+from tests.sampling import too_long_for_ci
 from tests.training.twins import assert_equal_models, blocks, every_layout
 from tierstore.errors import UsageError
 
@@ -271,6 +272,7 @@ def test_a_model_without_values_and_without_files_is_refused(tmp_path: Path) -> 
 # ---------------------------------------------------------------------- memory
 
 
+@too_long_for_ci
 def test_a_checkpoint_of_several_times_the_memory_is_written_and_read(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.integrations.lightning_victim", str(tmp_path)],

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from tests.integrations.transformers_kinds import BUILDS, built, llama, loss_of, tiers
+from tests.sampling import too_long_for_ci
 from tests.training.twins import LAYOUTS, assert_equal_models, every_layout
 from tierstore.errors import UsageError
 from tierstore.integrations.transformers_models import from_config, from_pretrained
@@ -204,6 +205,7 @@ def test_a_model_of_several_times_the_memory_is_opened(what: str, times: float, 
 
 
 @pytest.mark.slow
+@too_long_for_ci
 def test_saving_a_model_in_shards_takes_the_memory_of_about_one_shard(tmp_path: Path) -> None:
     nbytes, needed_bytes = _needed("saved", tmp_path)
     shards = [each.stat().st_size for each in (tmp_path / "saved").glob("*.safetensors")]

@@ -9,10 +9,12 @@ import pytest
 
 from bench import host_steps
 from bench.command import Settings, UnmeasurableError
+from tests.sampling import too_long_for_ci
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", host_steps.QUESTIONS)
+@too_long_for_ci
 def test_each_question_yields_its_figure_with_equal_losses(name: str, tmp_path: Path) -> None:
     try:
         figure = host_steps.QUESTIONS[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.01))

@@ -20,6 +20,7 @@ from bench.peers.usage import Usage
 from bench.peers.workers import Absent
 from bench.record import Verdict
 from bench.workload import BATCH, Workload
+from tests.sampling import too_long_for_ci
 
 MIB = 1024**2
 
@@ -190,6 +191,7 @@ def test_a_model_whose_shards_deepspeed_would_keep_in_memory_is_refused(tmp_path
         ),
     ],
 )
+@too_long_for_ci
 def test_a_whole_comparison_runs_and_is_recorded(name: str, peers: str, tmp_path: Path) -> None:
     words = [name, "--dim", "128", "--steps", "2", "--repeats", "1", "--warmups", "0", "--write"]
     words += ["--peers", peers, "--path", str(tmp_path / "disk"), "--results", str(tmp_path)]

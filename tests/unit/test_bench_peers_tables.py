@@ -17,6 +17,7 @@ from bench.peers.turns import Turns
 from bench.peers.usage import Usage
 from bench.peers.workers import Absent
 from bench.record import Verdict
+from tests.sampling import too_long_for_ci
 
 WORK = Work(rows=5000, width=8, ids=256, exponent=1.05, optimizer=ADAM)
 
@@ -124,6 +125,7 @@ def test_ids_that_fill_no_bags_are_refused(tmp_path: Path) -> None:
         TableSettings(tmp_path, ids=100)
 
 
+@too_long_for_ci
 def test_all_of_it_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tables", "--peers", f"{OURS},{PLAIN}", "--repeats", "1", "--warmups", "0", "--steps", "1"]
     words += ["--rows", "5000", "--ids", "256", "--path", str(tmp_path)]

@@ -26,6 +26,7 @@ from bench.planned_cells import (
 )
 from bench.planned_command import Ended, ended, llama_config, seconds_within
 from bench.planned_models import MODELS, SMALL_MODELS, PlannedModel
+from tests.sampling import too_long_for_ci
 from tierstore.planning.machine import ComputeFigures, LinkFigures, Machine, TierFigures, TierMedium
 from tierstore.planning.searching import todays
 
@@ -217,6 +218,7 @@ def _machine() -> Machine:
         for name in planned.QUESTIONS
     ],
 )
+@too_long_for_ci
 def test_each_question_yields_its_figure_with_details(name: str, tmp_path: Path) -> None:
     try:
         figure = planned.QUESTIONS[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.02))

@@ -12,6 +12,7 @@ from bench.command import Settings
 from bench.record import Figure
 from bench.training import Floor
 from bench.workload import Workload
+from tests.sampling import too_long_for_ci
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
@@ -26,6 +27,7 @@ def _asked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure
 
 
 @pytest.mark.slow
+@too_long_for_ci
 def test_shards_on_disk_take_turns_with_fsdp_and_the_raw_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

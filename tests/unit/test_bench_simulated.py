@@ -14,7 +14,7 @@ from bench.llamas import Size
 from bench.rates import STEP_S, for_llama, for_workload
 from bench.record import Figure
 from bench.workload import BATCH, Workload
-from tests.sampling import tried
+from tests.sampling import too_long_for_ci, tried
 
 NAMES = tried(simulated.NAMES, always=1)
 
@@ -31,6 +31,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
+@too_long_for_ci
 def test_each_question_yields_its_figure_with_details(name: str, figures: dict[str, Figure]) -> None:
     figure = figures[name]
     assert figure.name == name

@@ -10,6 +10,7 @@ import pytest
 from bench.command import Settings
 from bench.scenes import SCENES
 from bench.versions import NAMES, Version, both, compare, place_of
+from tests.sampling import too_long_for_ci
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +30,7 @@ def other_python(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["in memory", "lease"])
+@too_long_for_ci
 def test_both_take_turns_and_their_losses_are_compared(scene: str, other_python: str, tmp_path: Path) -> None:
     figure = compare(other_python, scene, Settings(tmp_path, repeats=1, warmups=0, scale=0.004))
     assert NAMES[figure.name] == scene
