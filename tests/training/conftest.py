@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,16 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from tests import target
 from tests.lock_order import locks_in_order
+from tests.sampling import IS_CI
 from tierstore.training import first_call, first_plan, planned
+
+_LOOKS_AHEAD = frozenset(
+    {
+        *("test_device_budget", "test_foreseen", "test_held_memory", "test_one_budget"),
+        *("test_one_budget_bound", "test_one_budget_ends", "test_planned", "test_planned_first"),
+        "test_refusals_for_room",
+    }
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +51,15 @@ def _locks_are_taken_in_order() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _runs_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def _runs_are_not_planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no machine be so busy that a few steps are worth a search: what moves would be the clock's to say.
 
     Nor is anything planned before the first step: what moves is that of the rules, in less time.
-    `test_planned` and `test_planned_first` are about what plans do.
+    `test_planned` and `test_planned_first` are about what plans do.  CI looks ahead at the first step of one
+    test in four, and of those in which it matters.
     """
+    if IS_CI and request.path.stem not in _LOOKS_AHEAD and zlib.crc32(request.node.nodeid.encode()) % 4:
+        monkeypatch.setattr(first_call, "may_be_refused", lambda *_: False)
     monkeypatch.setattr(first_call, "MOST_BUNDLES", 0)
     monkeypatch.setattr(first_plan, "MOST_MOMENTS", 0)
     monkeypatch.setattr(planned, "SHARE_OF_TIME", 0.0)
