@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.sampling import IS_CI
 from tests.training.twins import config_of
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import offload
@@ -45,8 +46,11 @@ def _check(found: list[object], cases: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("layout", ["disk", "three"])
 def test_replicas_train_as_without_offloading(layout: str, led: dict[str, list[object]]) -> None:
-    """Each of 7 kinds is wrapped at each of 3 times, in one of the two: all pairs with a layout come."""
-    _check(led[layout], (10, 11))
+    """Each of 7 kinds is wrapped at each of 3 times, in one of the two: all pairs with a layout come.
+
+    CI tries half of them.
+    """
+    _check(led[layout], (5, 6) if IS_CI else (10, 11))
 
 
 @pytest.mark.long
