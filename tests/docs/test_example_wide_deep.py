@@ -148,6 +148,7 @@ def test_tables_of_ten_times_the_host_quota_train_from_disk(capsys: pytest.Captu
     assert "the AUC is equal" in text
 
 
+@too_long_for_ci
 def test_it_trains_on_criteo_s_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "train.txt", some_lines(900))
     words = [*TINY, "--data", str(path), "--vocabulary", "5000", "--record-lines", "50"]

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.fault import limited_victim as victim
+from tests.sampling import too_long_for_ci
 from tierstore.training import offload
 
 
@@ -88,6 +89,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@too_long_for_ci
 def test_restoring_that_finds_no_memory_leaves_the_run_as_it_was(left: Left) -> None:
     plain, plain_optimizer = build()
     assert left.outcome["steps"] == steps(plain, plain_optimizer, 2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import target_names
+from tests.sampling import too_long_for_ci
 
 _ROOT = Path(__file__).parents[2]
 _SECONDS = int(os.environ.get("TIERSTORE_FUZZ_SECONDS", "3600"))
@@ -47,6 +48,7 @@ def test_what_fuzzing_begins_with_is_as_it_should_be(target: str, tmp_path: Path
 
 
 @needs_atheris
+@too_long_for_ci
 def test_fuzzing_is_guided_by_the_branches_of_our_code(tmp_path: Path) -> None:
     runs, branches = fuzz(tmp_path, "indices", "--runs", "300", "--seed", "1")
     assert runs >= 300

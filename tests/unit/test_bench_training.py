@@ -12,7 +12,7 @@ from bench.__main__ import MODULES
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
-from tests.sampling import tried
+from tests.sampling import too_long_for_ci, tried
 
 QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS | watched.QUESTIONS
 
@@ -32,6 +32,7 @@ def test_each_question_yields_its_figure_with_details(question: Question, tmp_pa
 
 
 @pytest.mark.slow
+@too_long_for_ci
 def test_processes_train_by_turns_with_and_without_offloading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
