@@ -66,9 +66,9 @@ For none of the attributes there is a public alternative, unless the list names 
   tensor_slots.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
-- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks.
+- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks, steps.
 - ``_optimizer_step_pre_hooks``: users' hooks before a step see groups that are emptied, and what only shows
-  an optimizer is taken for one. In: given, step_hooks.
+  an optimizer is taken for one. In: given, step_hooks, steps.
 - ``_parameters``: weights that ``functional_call`` lends are recomputed from the model's;
   ``named_parameters`` leaves out what is no parameter. In: forward_snapshot.
 - ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward; else as ``_backward_hooks``.
