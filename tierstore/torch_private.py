@@ -66,7 +66,8 @@ For none of the attributes there is a public alternative, unless the list names 
   tensor_slots.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
-- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks, steps.
+- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks,
+  steps.
 - ``_optimizer_step_pre_hooks``: users' hooks before a step see groups that are emptied, and what only shows
   an optimizer is taken for one. In: given, step_hooks, steps.
 - ``_parameters``: weights that ``functional_call`` lends are recomputed from the model's;
