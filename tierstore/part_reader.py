@@ -70,13 +70,21 @@ class PartReader:
         engine: of the store.
         tier: index of the last tier.
         count: told of what was read: of which tier, how many parts and how many bytes.
+        patiently: does what asks for keys, and may try it again where leases are in the way.
 
     Attributes:
         tier: the name of the tier that it reads from.
         alignment_bytes: begins and lengths of parts are multiples of this.
     """
 
-    def __init__(self, engine: Engine, tier: int, count: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tier: int,
+        count: Callable[[int, int, int], None],
+        patiently: Callable[[Callable[[], None]], None] = lambda act: act(),
+    ) -> None:
+        self._patiently = patiently
         self._engine = engine
         self._index = tier
         self._count = count
@@ -110,7 +118,7 @@ class PartReader:
         self._refuse_those_it_has(wanted)
         try:
             for key in wanted:
-                self._ask(key, holds)
+                self._patiently(functools.partial(self._ask, key, holds))
             self._enter({key: _HeldValue(key, self._slot(hold), hold) for key, hold in holds.items()})
         except BaseException:
             self._give_up(holds)

@@ -261,8 +261,12 @@ class Store:
 
         A reader that is open when the store is closed is of no use any more, as a lease is not.
         """
+        return self._reader(lambda act: act())
+
+    def _reader(self, patiently: Callable[[Callable[[], None]], None]) -> PartReader:
+        """Return a reader that asks for its keys by a call of ``patiently``."""
         self._engine.require_here()
-        return PartReader(self._engine, len(self.tier_names) - 1, self._tensor_io.count)
+        return PartReader(self._engine, len(self.tier_names) - 1, self._tensor_io.count, patiently)
 
     @uninterrupted
     def _count_stall(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import tierstore as ts
 from tests.training.leases import leased_bytes
 from tests.training.twins import Trial, batch, blocks, build_blocks, config_of, loss_of, step
-from tierstore.errors import LeaseError
+from tierstore.errors import LeaseError, TierStoreError
 from tierstore.training import Offload, offload
 
 
@@ -67,26 +67,74 @@ def _rename_twice(store: ts.Store, key: str) -> None:
     store.rename({"away": key})
 
 
+def _read_a_part(store: ts.Store, key: str) -> torch.Tensor:
+    into = torch.empty(1, 4, dtype=torch.uint8)
+    with store.reader() as reader:
+        reader.add(key)
+        reader.read([(key, 0)], into).result()
+    return into
+
+
 ASKED: dict[str, Callable[[ts.Store, str], object]] = {
     "get": lambda store, key: store.get(key),
     "lease": lambda store, key: store.lease(key).release(),
     "lease for writing": lambda store, key: store.lease(key, write=True).release(),
     "fetch": lambda store, key: store.fetch(key).result(),
+    "prefetch": lambda store, key: store.prefetch(key).result(),
+    "evict": lambda store, key: store.evict(key).result(),
+    "flush": lambda store, key: store.flush(key),
+    "flush all": lambda store, key: store.flush(),
     "put": lambda store, key: store.put(key, store.get(key), replace=True),
     "rename": _rename_twice,
-    "part": lambda store, key: store.reader().__enter__(),
+    "drop": lambda store, key: store.drop(key),
+    "part": _read_a_part,
+    "put more than there is": lambda store, key: store.put(
+        "more", torch.empty(65 * 2**20, dtype=torch.uint8)
+    ),
+    "put more than is left": lambda store, key: store.put(
+        "more", torch.empty(64 * 2**20 - 2**16, dtype=torch.uint8)
+    ),
+    "resize": lambda store, key: store.resize("host", "32MB"),
+    "resize to less than there is": lambda store, key: store.resize("host", "1KB"),
 }
 
 
+def _came_of(what: str, path: Path, *, are_let_go: bool) -> tuple[str, list[torch.Tensor]]:
+    """Return what a call came to after some steps, and the parameters after some more."""
+    trial, run = _trained("host", path, 3)
+    said = ""
+    try:
+        with run:
+            if are_let_go:
+                leased_bytes(run)
+            try:
+                said = repr(ASKED[what](run.store, _key(run)))
+            except TierStoreError as error:
+                said = f"{type(error).__name__}: {error}"
+            for _ in range(2):
+                step(trial)
+    except TierStoreError as error:  # nobody trains what was dropped
+        return f"{said}, then {type(error).__name__}: {error}", []
+    return said, [each.detach().clone() for each in trial.model.parameters()]
+
+
 @pytest.mark.parametrize("what", ASKED)
-def test_whoever_asks_for_a_key_has_it(what: str, tmp_path: Path) -> None:
+def test_nobody_who_asks_the_store_can_tell(what: str, tmp_path: Path) -> None:
+    (kept := tmp_path / "kept").mkdir()
+    (gone := tmp_path / "gone").mkdir()
+    said, ours = _came_of(what, kept, are_let_go=False)
+    expected, theirs = _came_of(what, gone, are_let_go=True)
+    assert said == expected
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_what_was_asked_for_in_between_changes_no_bit(tmp_path: Path) -> None:
     expected, _ = _plain(5)
-    trial, run = _trained("host", tmp_path, 3)
-    with run:
-        ASKED[what](run.store, _key(run))
-        for _ in range(2):
-            step(trial)
-    assert all(map(torch.equal, expected.parameters(), trial.model.parameters()))
+    for what in ("get", "put", "rename", "part"):
+        (place := tmp_path / what).mkdir()
+        _, ours = _came_of(what, place, are_let_go=False)
+        assert all(map(torch.equal, expected.parameters(), ours))
 
 
 def _plain(steps: int) -> tuple[nn.Module, Trial]:

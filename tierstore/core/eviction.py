@@ -192,8 +192,8 @@ class ByNextUse(Order):
 
     def add(self, replica: Replica) -> None:
         """See `Order.add`."""
+        super().add(replica)
         uid = replica.entry.uid
-        self._members[uid] = replica
         self._uses += 1
         self._last_uses[uid] = self._uses
         self._unsorted[uid] = replica
@@ -201,15 +201,16 @@ class ByNextUse(Order):
     def discard(self, replica: Replica) -> bool:
         """See `Order.discard`."""
         uid = replica.entry.uid
-        if self._members.pop(uid, None) is None:
+        if not super().discard(replica):
             return False
         del self._last_uses[uid]
         self._forget(uid)
         return True
 
     def _forget(self, uid: int) -> None:
-        if self._unsorted.pop(uid, None) is None and self._sorted.pop(uid, None) is None:
-            self._unknown.pop(uid, None)
+        self._unsorted.pop(uid, None)
+        self._unknown.pop(uid, None)
+        self._sorted.pop(uid, None)
 
     def refresh(self, replica: Replica) -> None:
         """See `Order.refresh`: what no plan knows by its new key goes behind all others of that kind."""

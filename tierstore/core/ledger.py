@@ -149,7 +149,7 @@ class Ledger:
             self._handlers[type(event)](event)
         if books.changed or books.restless or scheduler.striding or scheduler.parting:
             scheduler.run_to_rest()
-        while self.commits.tier is not None and self.commits.start():
+        while self.commits.start():
             self.scheduler.run_to_rest()
         if self._closing is not None:
             self._finish_closing()
@@ -167,7 +167,7 @@ class Ledger:
             ) from None
 
     def _entries(self, keys: Sequence[str]) -> list[Entry]:
-        return [self._entry(key) for key in (keys if len(keys) == 1 else dict.fromkeys(keys))]
+        return [self._entry(key) for key in dict.fromkeys(keys)]
 
     def _put(self, event: m.PutRequested) -> None:
         existing = self.books.index.get(event.key)

@@ -33,21 +33,21 @@ def next_version(key: str) -> str:
 # ---------------------------------------------------------------------- advice
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Follow:
     """A plan is to be followed from now on, from its beginning."""
 
     plan: Plan
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Advance:
     """The plan's access at ``position`` happens now."""
 
     position: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prefetch:
     """``key`` will be needed in ``tier`` soon; it may not be there yet, or not any more: nothing to bring."""
 

@@ -25,7 +25,7 @@ from tierstore.planning.timeline import Interval, StallCause
 _HOLDER = "the program"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Waited:
     """A part of a wait.
 

@@ -27,7 +27,7 @@ from tierstore.planning.simulating.queue import EventQueue
 _NS = 1_000_000_000
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Transit:
     """A copy on one link.
 

@@ -51,6 +51,7 @@ from tierstore.training.bundles.binding import (
 from tierstore.training.bundles.lease_room import lease_with_room, let_frames_go
 from tierstore.training.bundles.lease_storages import LeaseStorages
 from tierstore.training.bundles.leasing import Leasing, LeasingState
+from tierstore.training.bundles.python_threads import started_by_python
 from tierstore.training.bundles.reclaimed_tensors import (
     copy_home,
     fit_as_they_are,
@@ -548,14 +549,22 @@ class Bindings:
 
     @in_one_piece
     def let_go(self, key: str | None) -> bool:
-        """End the lease of a bundle whose key somebody asks the store for, if it stays; say if it did."""
-        if key not in self._kept:
+        """End the leases that stay of a key that somebody asks the store for, or of all; say if some did.
+
+        For all of them it does not wait: whoever finds no room may have locks that come after this one.
+        """
+        if not self._kept or not self._lock.acquire(blocking=key is not None):
             return False
-        with self._lock, self.apart():
-            if (binding := self._kept.get(key)) is None or binding.windows or binding.is_referred_to:
-                return False
-            self._release(binding)
-            return True
+        try:
+            keys = [*self._kept] if key is None else [key] * (key in self._kept)
+            kept = [self._kept[each] for each in keys]
+            idle = [each for each in kept if not (each.windows or each.is_referred_to)]
+            with self.apart():
+                for binding in idle:
+                    self._release(binding)
+            return bool(idle)
+        finally:
+            self._lock.release()
 
     def _release(self, binding: Binding) -> None:
         """End the lease; where that was interrupted, do the rest of it."""
@@ -589,12 +598,3 @@ class Bindings:
             self._lingering.pop(binding, None)
             self._abroad.pop(binding, None)
             self._release(binding)
-
-
-def started_by_python(ident: int) -> list[threading.Thread]:
-    """Return the thread with an identifier; nothing, if it is none that Python has started."""
-    return [
-        each
-        for each in threading.enumerate()
-        if each.ident == ident and not isinstance(each, threading._DummyThread)  # noqa: SLF001
-    ]

@@ -3,7 +3,8 @@
 1. What is refused because of leases that a *lessee* holds waits for their end, and is tried again then.  The
    lessee holds none for longer than hardware, and what it computes, take; meanwhile it takes no lock of a
    run, so that whoever has some may wait for it.  Where room is short, what it has made is given up.
-2. A *keeper* has leases that nobody needs.  It ends that of a key which somebody asks for.
+2. A *keeper* has leases that nobody needs.  It ends that of a key which somebody asks for, and all where room
+   is short, so that none of them is named among those that stand in the way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from tierstore import Transfer
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.leases import Lease
+from tierstore.part_reader import PartReader
 from tierstore.store import FASTEST, Store
 
 Result = TypeVar("Result")
@@ -43,7 +45,7 @@ class LeaseKeeper(Protocol):
     """Who keeps leases that nobody needs."""
 
     def let_go(self, key: str | None) -> bool:
-        """End the lease of a key, if it is such a one; say if it was."""
+        """End the lease of a key, if it is such a one; ``None``: all of them; say if there was one."""
         ...
 
 
@@ -72,6 +74,8 @@ class PatientStore(Store):
                 if not (keeper.let_go(error.key) or lessee.wait_for_release(seen)):
                     raise
             except CapacityError as error:
+                if keeper.let_go(None):  # or they would be taken for what is in the way
+                    continue
                 is_ours = self._is_short_below(error)
                 if not (is_ours and (lessee.wait_for_release(seen) or lessee.make_room())):
                     raise
@@ -102,6 +106,10 @@ class PatientStore(Store):
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """See `tierstore.Store.lease`."""
         return self.patiently(lambda: Store.lease(self, *keys, tier=tier, write=write))
+
+    def reader(self) -> PartReader:
+        """See `tierstore.Store.reader`."""
+        return self._reader(self.patiently)
 
     def fetch(self, *keys: str, tier: str = FASTEST) -> Transfer[None]:
         """See `tierstore.Store.fetch`."""
