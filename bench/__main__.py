@@ -10,6 +10,7 @@ from bench import (
     activations,
     budget,
     cached_rows,
+    gpus,
     host_steps,
     keys,
     parts,
@@ -42,6 +43,7 @@ MODULES = (
     watched,
     trainer,
     shards,
+    gpus,
 )
 """Those that have the questions of all figures."""
 

@@ -61,6 +61,11 @@ FIGURES = (
     "trainer-step",
     "shards-host",
     "shards-disk",
+    "gpu-link",
+    "gpu-swap-peak",
+    "gpu-swap-step",
+    "gpu-step",
+    "gpu-shards",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

@@ -49,8 +49,8 @@ class Size:
 
     @classmethod
     def of_a_gpu(cls, scale: float) -> Size:
-        """Return one whose activations take about ten gigabytes."""
-        return cls(1024, 16, 8, max(1, round(8 * scale)), 2048)
+        """Return one whose activations take about ten gigabytes; below a tenth a small one, for a look."""
+        return cls(1024, 16, 8, max(1, round(8 * scale)), 2048) if scale >= 0.1 else cls(64, 2, 4, 2, 256)
 
     @property
     def tokens(self) -> int:
@@ -254,3 +254,14 @@ def peak(size: Size, manner: Manner) -> Peak:
         trainee.step()
         trainee.step()
         return Peak(budget.peak_bytes, trainee.losses)
+
+
+def allocated_peak(size: Size, manner: Manner) -> int:
+    """Return the most bytes that a manner has on its accelerator, by the allocator, in its second step."""
+    torch.accelerator.synchronize()
+    before_bytes = torch.accelerator.memory_allocated()
+    with Trainee(size, manner) as trainee:
+        trainee.seconds()
+        torch.accelerator.reset_peak_memory_stats()
+        trainee.seconds()
+        return torch.accelerator.max_memory_allocated() - before_bytes

@@ -85,13 +85,19 @@ class ShardedTrainee:
         workload: which model.
         config: how its shards are offloaded; ``None``: not by us.
         policy: FSDP's own way to offload them; ``None``: none.
+        device: that computes.
     """
 
     def __init__(
-        self, workload: Workload, config: ts.OffloadConfig | None = None, policy: object = None
+        self,
+        workload: Workload,
+        config: ts.OffloadConfig | None = None,
+        policy: object = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
     ) -> None:
         self._dim = workload.dim
-        self._model: Any = sharded(workload, policy)
+        self._device = device
+        self._model: Any = sharded(workload, policy, device)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4)
         self._chance = torch.Generator().manual_seed(1 + distributed.get_rank())
         self.losses: list[float] = []
@@ -101,7 +107,8 @@ class ShardedTrainee:
 
     def step(self) -> None:
         """Train on the next batch, as any loop does."""
-        self.losses.append(train_step(self._model, self._optimizer, self._dim, self._chance).item())
+        loss = train_step(self._model, self._optimizer, self._dim, self._chance, self._device)
+        self.losses.append(loss.item())
 
     def seconds_a_step(self) -> float:
         """Train some steps in all processes; return the seconds of one, of the slowest.
@@ -121,9 +128,16 @@ class ShardedTrainee:
         """Train some steps in all processes; return when no copy is under way in any of them."""
         for _ in range(count):
             self.step()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         if self._run is not None:
             wait_for_copies(self._run.store)
         distributed.barrier()
+
+    def close(self) -> None:
+        """End offloading."""
+        if self._run is not None:
+            self._run.close()
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes that this process's tiers have moved, by direction."""
@@ -132,12 +146,12 @@ class ShardedTrainee:
         return {f"{a} to {b}": each.nbytes for (a, b), each in self._run.store.stats().traffic.items()}
 
 
-def sharded(workload: Workload, policy: object = None) -> Any:  # noqa: ANN401 - FSDP makes its class
+def sharded(workload: Workload, policy: object, device: torch.device) -> Any:  # noqa: ANN401 - FSDP's class
     """Return the workload's model, each block sharded over all processes before the next one is built."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    how: dict[str, Any] = {"mesh": init_device_mesh("cpu", (distributed.get_world_size(),))}
+    how: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.get_world_size(),))}
     if policy is not None:
         how["offload_policy"] = policy
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ from bench import workload as steps
 from bench.activations import FULL, GPU_SHARE, PLAIN, all_marked, mix
 from bench.command import Question, Settings
 from bench.host_steps import AIM, BAR, stepped_on_the_host
-from bench.llamas import MIB, Manner, Size, Trainee, marks
+from bench.llamas import MIB, Manner, Size, Trainee, allocated_peak, marks
 from bench.measure import Run, Spread, ratios, take_turns
 from bench.paced import NONE, equal_losses
 from bench.rates import IDEAL_TOKENS, Rates, for_large_batches, for_llama, for_workload
@@ -176,14 +176,9 @@ def _compute(trainees: Sequence[Trainee]) -> str:
 
 
 def _peak(size: Size, manner: Manner, rates: Rates) -> int:
-    """Return the most bytes that a manner has on the device, by its allocator, in paced steps."""
-    torch.accelerator.synchronize()
-    before_bytes = torch.accelerator.memory_allocated()
-    with _pace(rates), Trainee(size, manner) as trainee:
-        trainee.seconds()
-        torch.accelerator.reset_peak_memory_stats()
-        trainee.seconds()
-        return torch.accelerator.max_memory_allocated() - before_bytes
+    """Return the most bytes that a manner has on the device in a paced step."""
+    with _pace(rates):
+        return allocated_peak(size, manner)
 
 
 def swap_peak(settings: Settings) -> Figure:

@@ -42,6 +42,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In: neighbours,
   shared_memory, twin, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
+- ``_fsdp_param_group``: as ``_fsdp_param_groups``, before PyTorch 2.12. In: found.
 - ``_fsdp_param_groups``: nobody knows which parameters FSDP gathers together. In: found.
 - ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
   group does. In: row_exchange.

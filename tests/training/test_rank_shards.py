@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import distributed
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
 
 from tests.sampling import IS_CI
 from tests.training.rank_shards import CASES, CASES_OF_FOUR, OF_EIGHT, OF_FOUR, OF_TWO, TRIED_MESHES, Deep
@@ -19,12 +20,13 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch 
 Found = Mapping[str, list[Any]]
 _KEEPING = [2] if IS_CI else [2, 4]
 _KEPT = [f"{what}:{processes}" for what in ("shards_resumed", "shards_saved") for processes in _KEEPING]
+_FORGETS_PASSES = hasattr(FSDPModule, "reset_iter_state")  # since PyTorch 2.12
 _SCENARIOS = (
     "shards:2",
     "shards:4",
     "shards_seen:2",
     "shards_refused:4",
-    "shards_ended:2",
+    *(["shards_ended:2"] if _FORGETS_PASSES else []),
     "shards_of_meshes:4",
     *_KEPT,
 )
@@ -77,6 +79,7 @@ def test_what_is_read_and_written_of_shards_gradients_and_state_is_as_without_ti
         assert each == {"seen": True, "here": 0, "differs": []}
 
 
+@pytest.mark.skipif(not _FORGETS_PASSES, reason="here FSDP itself cannot go on after a pass that ended early")
 def test_a_run_that_an_error_ends_gives_the_shards_back_and_the_next_one_takes_them(found: Found) -> None:
     assert found["shards_ended:2"] == [{"differs": []}] * 2
 

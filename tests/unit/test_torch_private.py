@@ -452,7 +452,8 @@ def test_fsdp_reads_a_shard_by_one_attribute_of_the_class_that_its_object_has() 
     try:
         mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
         module: Any = fully_shard(torch.nn.Linear(2, 3), mesh=mesh)
-        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        state = module._get_fsdp_state()
+        (group,) = getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
         assert [each.sharded_param for each in group.fsdp_params] == list(module.parameters())
         read: list[object] = []
 

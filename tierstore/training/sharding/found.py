@@ -48,9 +48,18 @@ def groups_in(model: nn.Module) -> list[GatheredGroup]:
     """Return the groups of a model, in the order of its modules; several modules may have one together."""
     found: dict[int, GatheredGroup] = {}
     for name, module in _sharded_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001 - FSDP has no function for it
+        for group in _groups_of(module._get_fsdp_state()):  # noqa: SLF001 - FSDP has no function for it
             found.setdefault(id(group), GatheredGroup(name or "the model", tuple(group.fsdp_params)))
     return list(found.values())
+
+
+def _groups_of(state: Any) -> list[Any]:  # noqa: ANN401 - ``FSDPState``
+    """Return a state's groups; up to PyTorch 2.11 it has one at most."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    group = state._fsdp_param_group  # noqa: SLF001 - FSDP has no function for it
+    return [] if group is None else [group]
 
 
 def come_to_rest(model: nn.Module) -> None:
