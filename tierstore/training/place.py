@@ -76,7 +76,7 @@ def place(model: nn.Module, placement: Mapping[str, str]) -> Iterator[None]:
     _require_no_run(model)
     patterns = patterns_in({"modules": placement})
     placed = placed_by(model, patterns)
-    device = torch.accelerator.current_accelerator() or torch.device(CPU)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device(CPU)
     with contextlib.ExitStack() as stack:
         if device.type != CPU:
             _require_on_host(model, placed)

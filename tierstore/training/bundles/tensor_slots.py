@@ -12,6 +12,7 @@ Everything is called natively (`tierstore.training.bundles.binding.natively`).
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -81,10 +82,7 @@ class LocalTensorSlot:
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `TensorSlot.local`."""
-        kind = sharded_kind()
-        assert kind is not None
-        local: torch.Tensor = vars(kind)[LOCAL].__get__(tensor)  # past whatever a guard's class makes of it
-        return local
+        return _member_of_sharded()(tensor)  # past whatever a guard's class makes of it
 
     def writes(self, tensor: torch.Tensor) -> int:
         """See `TensorSlot.writes`."""
@@ -100,10 +98,25 @@ def sharded_kind() -> type[torch.Tensor] | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
+@functools.cache
+def _member_of_sharded() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what reads the local tensor of a ``DTensor``: there is one."""
+    read: Callable[[torch.Tensor], torch.Tensor] = vars(sharded_kind())[LOCAL].__get__
+    return read
+
+
 def is_sharded_kind(kind: type) -> bool:
     """Whether tensors of a class are a ``DTensor``."""
+    return _is_sharded(kind)
+
+
+def _seen_to_be_sharded(kind: Any) -> bool:  # noqa: ANN401 - a class
     sharded = sharded_kind()
     return sharded is not None and issubclass(kind, sharded)
+
+
+_is_sharded: Callable[[Any], bool] = functools.lru_cache(maxsize=256)(_seen_to_be_sharded)
+"""What a class is does not change, and this is asked of each parameter many times in a step."""
 
 
 def slot_of(kind: type[torch.Tensor]) -> TensorSlot:
