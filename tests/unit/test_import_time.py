@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 
@@ -43,12 +45,16 @@ begun = time.process_time()
 import torch
 between = time.process_time()
 import tierstore.training
-print((time.process_time() - between) / (between - begun))
+print(between - begun, time.process_time() - between)
 """
+_MOST_PAIRS = 8
 
 
 def _printed(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    """Return what a new process prints, which may leave modules compiled: to compile ours takes longer."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout
 
 
 def _loaded(program: str) -> set[str]:
@@ -97,8 +103,18 @@ def test_the_first_steps_are_shown_without_torch() -> None:
 
 @pytest.mark.slow
 def test_importing_training_takes_a_fraction_of_what_pytorch_takes() -> None:
-    """At least once in several, in time of the processor: a machine may be busy, or slow."""
-    assert any(float(_printed(_TIMED)) < _MOST_OF_TORCH for _ in range(3))
+    """In time of the processor, the least of several of each: a machine may be busy, or slow.
+
+    The first process is not measured: modules may have to be compiled, and pages of PyTorch to be read.
+    """
+    _printed(_TIMED)
+    least_torch = least_training = math.inf
+    for _ in range(_MOST_PAIRS):
+        of_torch, of_training = map(float, _printed(_TIMED).split())
+        least_torch, least_training = min(least_torch, of_torch), min(least_training, of_training)
+        if least_training < _MOST_OF_TORCH * least_torch:
+            break
+    assert least_training < _MOST_OF_TORCH * least_torch
 
 
 def test_a_verb_that_is_not_called_has_the_help_of_one_that_is() -> None:
