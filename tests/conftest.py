@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import target
+from tests import forked_programs, target
 from tests.sampling import IS_CI, PROFILE, tried
 
 _SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -92,6 +92,11 @@ def _bring_the_simulated_one() -> None:
         if os.environ.get("TIERSTORE_REQUIRE_ACCELERATOR") == "1":
             raise pytest.UsageError(str(error)) from error
         pytest.exit(f"tests on the simulated accelerator are skipped: {error}", returncode=0)
+
+
+def pytest_unconfigure() -> None:
+    """End what the programs of tests were forked from."""
+    forked_programs.end()
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

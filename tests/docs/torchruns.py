@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.forked_programs import run_program
 
 
 def torchrun(*runs: tuple[Path, Sequence[str]]) -> list[tuple[str, str]]:
@@ -26,16 +25,14 @@ def torchrun(*runs: tuple[Path, Sequence[str]]) -> list[tuple[str, str]]:
     Raises:
         AssertionError: one ended with a status other than 0, with all that it said.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see docs/how-to/run-on-several-processes.md
-    }
     written = json.dumps([(str(folder), list(words)) for folder, words in runs])
-    command = [sys.executable, "-m", "tests.docs.torchruns", written]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    done = run_program(
+        "tests.docs.torchruns",
+        written,
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # see docs/how-to/run-on-several-processes.md
+    )
     said = [
         ((folder / "stdout.txt").read_text(), (folder / "stderr.txt").read_text())
         for folder, _ in runs
@@ -66,7 +63,4 @@ def _run_in_child(folder: str, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from tests.imported_ahead import import_ahead
-
-    import_ahead()
     sys.exit(any(_run_in_child(folder, words) for folder, words in json.loads(sys.argv[1])))

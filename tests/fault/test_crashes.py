@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_programs import run_program
 from tests.sampling import IS_CI
 
-_ROOT = Path(__file__).parents[2]
 _MOMENTS = {"flushing", "between", "put", "replace", "write", "evict", "get", "drop", "rename", "closed"}
 
 
 def kill(trials: int, directory: Path, timeout_s: float) -> dict[str, int]:
     """Kill so many workers; return what they were at."""
-    command = [sys.executable, "-m", "tests.fault.crashes", "--trials", str(trials), str(directory)]
-    ended = subprocess.run(  # noqa: PLW1510 - the code is looked at below, with what was said
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=timeout_s
-    )
+    words = ("--trials", str(trials), str(directory))
+    ended = run_program("tests.fault.crashes", *words, timeout_s=timeout_s)
     assert ended.returncode == 0, ended.stderr[-4000:]
     moments: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     assert sum(moments.values()) == trials

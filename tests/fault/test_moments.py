@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fault import crashes
 from tests.fault.moments import NEVER, Step, judge, steps_of
-
-_ROOT = Path(__file__).parents[2]
+from tests.forked_programs import run_program
 
 
 def kill(trials: int, directory: Path, timeout_s: float, seed: int = 0) -> dict[str, int]:
     """Kill so many workers; return what they were at."""
-    command = [sys.executable, "-m", "tests.fault.moments", "--trials", str(trials), "--seed", str(seed)]
-    ended = subprocess.run(  # noqa: PLW1510 - the code is looked at below, with what was said
-        [*command, str(directory)], cwd=_ROOT, capture_output=True, text=True, timeout=timeout_s
-    )
+    words = ("--trials", str(trials), "--seed", str(seed), str(directory))
+    ended = run_program("tests.fault.moments", *words, timeout_s=timeout_s)
     assert ended.returncode == 0, ended.stderr[-4000:]
     moments: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     assert sum(moments.values()) == trials

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fault.table_victim import KINDS
+from tests.forked_programs import run_program
 from tests.sampling import IS_CI
 
 _TIMES = 1 if IS_CI else 3  # a table is killed at each of them
@@ -17,7 +16,6 @@ _TIMES = 1 if IS_CI else 3  # a table is killed at each of them
 
 @pytest.mark.slow
 def test_a_killed_table_is_the_one_of_its_last_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fault.table_victim", str(tmp_path), str(_TIMES * len(KINDS)), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    done = run_program("tests.fault.table_victim", str(tmp_path), str(_TIMES * len(KINDS)), "1")
     assert done.returncode == 0, done.stderr
     assert ast.literal_eval(done.stdout) == [(kind, _TIMES) for kind in sorted(KINDS)]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from torch import distributed
 
+from tests.forked_programs import run_program
 from tests.integrations.trainer_ranks import CASES, PROCESSES
 
 pytest.importorskip("transformers")
@@ -26,9 +24,7 @@ Found = list[Mapping[str, Any]]
 @pytest.fixture(scope="module", name="found")
 def _found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.integrations.trainer_ranks", str(folder)]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    done = run_program("tests.integrations.trainer_ranks", str(folder), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads((folder / "found.json").read_text())
     failed = [each for each in found if isinstance(each, str)]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked_programs import run_program
 from tests.sampling import tried
 from tests.training.durable_victim import OUTCOME
 from tests.training.twins import same
@@ -40,10 +38,8 @@ class Job:
 
 def kill(jobs: Mapping[Path, Job]) -> None:
     """Let trainings be killed, each job's in its folder: in one process, as importing takes it seconds."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     told = [[each.subject, str(at), each.seed, each.kills, each.layouts] for at, each in jobs.items()]
-    victim = [sys.executable, "-m", "tests.training.durable_victim", json.dumps(told)]
-    done = subprocess.run(victim, check=False, env=environment, capture_output=True, text=True)
+    done = run_program("tests.training.durable_victim", json.dumps(told), timeout_s=3600)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
+from tests.forked_programs import run_program
 from tests.sampling import IS_CI
 from tests.training.rank_victim import OUTCOME, PROCESSES
 from tests.training.test_durable_kills import assert_same
@@ -98,9 +96,7 @@ def test_a_group_beside_one_that_works_on_devices_alone_ends_with_the_run(found:
 
 def kill(folder: Path, stride: int, subject: str) -> list[dict[str, Any]]:
     """Kill one process at every so many operations; check what each training came to."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.training.rank_victim", str(folder), str(stride), subject]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    done = run_program("tests.training.rank_victim", str(folder), str(stride), subject, timeout_s=3600)
     assert done.returncode == 0, done.stdout
     lives: list[dict[str, Any]] = json.loads((folder / "kills.json").read_text())
     for each in lives:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
+from tests.forked_programs import run_program
 from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError, UsageError
 from tierstore.training import processes
@@ -31,9 +29,7 @@ _SCENARIOS = ("shares:2", "faults:2", "before_the_group:2", "nothing_with_one:1"
 
 def led(folder: Path, *scenarios: str) -> dict[str, list[Any]]:
     """Lead scenarios; return what each process of each found."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.training.rank_lives", str(folder), *scenarios]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    done = run_program("tests.training.rank_lives", str(folder), *scenarios)
     assert done.returncode == 0, done.stderr
     return {each: json.loads((folder / f"{each.replace(':', '-')}.json").read_text()) for each in scenarios}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.forked_programs import run_program
 from tests.sampling import IS_CI
 from tests.training.twins import config_of
 from tierstore.errors import CapacityError, UsageError
@@ -25,8 +24,8 @@ PROCESSES = 2
 
 def _led(folder: Path, *layouts: str) -> dict[str, list[object]]:
     """Let replicas train in layouts; return what each process found, or how it failed."""
-    command = [sys.executable, "-m", "tests.training.replica_worker", str(PROCESSES), str(folder)]
-    done = subprocess.run([*command, *layouts], capture_output=True, text=True, check=False, timeout=300)
+    words = (str(PROCESSES), str(folder), *layouts)
+    done = run_program("tests.training.replica_worker", *words, timeout_s=300)
     assert done.returncode == 0, done.stderr
     return {layout: json.loads((folder / f"{layout}.json").read_text()) for layout in layouts}
 
