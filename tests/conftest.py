@@ -15,6 +15,7 @@ import gc
 import os
 import signal
 import zlib
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,16 @@ def _freeze() -> None:
     """Let no collection of garbage look at what is there for good: the library asks for many."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected: nearly all that is made then stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import tierstore
 
@@ -66,6 +69,15 @@ def _modules(*rooms: str) -> list[Path]:
 
 def _name(path: Path) -> str:
     return str(path.relative_to(_ROOT))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_kept_meanwhile() -> Iterator[None]:
+    """Let no collection of garbage look at all of them again and again: parsing takes a sixth of that."""
+    gc.disable()
+    yield
+    gc.enable()
+    _tree.cache_clear()
 
 
 @functools.cache
