@@ -1,4 +1,4 @@
-"""Builds the simulated accelerator out of ``csrc`` with the system's C++ compiler: half a minute, once.
+"""Builds the simulated accelerator out of ``csrc`` with the system's C++ compiler: 15 seconds, once.
 
 1. What is built lies in ``build/accelerator``, in a folder named for sources, flags and PyTorch's version.
 2. It appears whole or not at all.  Of several processes one builds; the others wait for it.
@@ -28,6 +28,11 @@ _COMPILE = [
     *("-isystem", str(_TORCH / "include"), f"-D_GLIBCXX_USE_CXX11_ABI={_ABI}"),
 ]
 _LINK = ["-shared", "-L", str(_TORCH / "lib"), "-ltorch_cpu", "-ltorch", "-lc10"]
+_UNITS = (
+    ("allocator", "counters", "device_memory", "fallback", "interface", "operators", "pace", "streams"),
+    ("pinned", "runtime", "sparse"),
+)
+"""What is compiled together: reading PyTorch's headers takes most of the time, and there are two cores."""
 _PROBE = "#include <concepts>\nstatic_assert(std::integral<int>);\n"
 
 
@@ -39,11 +44,11 @@ class NoCompilerError(ImportError):
 
 
 def library() -> Path:
-    """Return the shared library, built now if it is not there.  Blocks for half a minute then.
+    """Return the shared library, built now if it is not there.  Blocks for 15 seconds then.
 
     Raises:
         NoCompilerError: no compiler here knows C++20.
-        RuntimeError: the compiler refuses the sources; its words are in the message.
+        RuntimeError: a source is in no unit, or the compiler refuses them: its words are in the message.
     """
     built = _BUILT / _key() / "openreg.so"
     if built.exists():
@@ -58,7 +63,7 @@ def library() -> Path:
 
 
 def _key() -> str:
-    told = hashlib.sha256(repr((torch.__version__, _COMPILE, _LINK)).encode())
+    told = hashlib.sha256(repr((torch.__version__, _COMPILE, _LINK, _UNITS)).encode())
     for path in sorted(_SOURCES.iterdir()):
         told.update(path.name.encode() + b"\0" + path.read_bytes())
     return told.hexdigest()[:16]
@@ -80,13 +85,17 @@ def _compiles(command: Sequence[str]) -> bool:
 
 
 def _build(compiler: str, built: Path) -> None:
+    if left_out := {path.stem for path in _SOURCES.glob("*.cpp")}.difference(*_UNITS):
+        raise RuntimeError(f"in no unit: {', '.join(sorted(left_out))}")
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        sources = sorted(_SOURCES.glob("*.cpp"))
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        units = [Path(folder) / f"unit_{number}.cpp" for number in range(len(_UNITS))]
+        for unit, names in zip(units, _UNITS, strict=True):
+            unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
+        objects = [unit.with_suffix(".o") for unit in units]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             commands = [
-                [compiler, *_COMPILE, "-c", str(source), "-o", str(target)]
-                for source, target in zip(sources, objects, strict=True)
+                [compiler, *_COMPILE, "-I", str(_SOURCES), "-c", str(unit), "-o", str(target)]
+                for unit, target in zip(units, objects, strict=True)
             ]
             list(threads.map(_run, commands))
         made = Path(folder) / built.name
