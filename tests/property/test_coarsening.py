@@ -32,11 +32,13 @@ def _kinds(program: Program) -> Counter[ByteKind]:
     return found
 
 
-@given(programs(), st.integers(1, 3))
+@given(programs(), st.integers(1, 3), st.booleans())
 @settings(max_examples=25)
-def test_bytes_of_every_kind_seconds_and_steps_are_kept(program: Program, layers: int) -> None:
+def test_bytes_of_every_kind_seconds_and_steps_are_kept(
+    program: Program, layers: int, in_layers: bool
+) -> None:
     whole = _in_one_layer(program, layers)
-    found = coarsen(whole, 1)
+    found = coarsen(whole, 1, in_layers=in_layers)
     coarse = found.program
     assert len(coarse.moments) <= len(whole.moments)
     assert _kinds(coarse) == _kinds(whole)
@@ -62,6 +64,33 @@ def test_parts_of_a_layer_become_one_bundle_that_is_stepped_in_one_turn() -> Non
     assert found.program.data["state/2"].nbytes == 2 * 8192
     assert found.program.data["state/2"].owner == "param/2"
     assert len(found.program.moments) == 4 + 4 + 4 + 1
+
+
+def test_what_is_between_moments_of_a_layer_is_a_part_of_it_where_layers_are_joined() -> None:
+    program = _in_one_layer(program_of(LAYERS), 4)
+    moments = list(program.moments)
+    moments[1] = replace(moments[1], layer=None)
+    moments[6] = replace(moments[6], layer=0)
+    whole = replace(program, moments=tuple(moments))
+    forward = [
+        [each.layer for each in found.program.moments if each.phase is Phase.FORWARD]
+        for found in (coarsen(whole, 10), coarsen(whole, 10, in_layers=True))
+    ]
+    assert forward == [[0, None, 0, 1, 0, 1], [0, 1]]
+    assert coarsen(whole, 10, in_layers=True).program.compute_s == pytest.approx(whole.compute_s)
+
+
+def test_activations_are_joined_whatever_makes_them_where_layers_are_joined() -> None:
+    program = _in_one_layer(program_of(LAYERS), 4)
+    data = {key: replace(datum, operator=f"of {key}") for key, datum in program.data.items()}
+    whole = replace(program, data=data)
+
+    def activations(found: Program) -> int:
+        return sum(datum.kind is ByteKind.ACTIVATION for datum in found.data.values())
+
+    kept, joined = coarsen(whole, 10), coarsen(whole, 10, in_layers=True)
+    assert activations(kept.program) == activations(whole) == 8
+    assert activations(joined.program) == 2
 
 
 def test_data_may_be_named_in_another_order_than_units_step() -> None:

@@ -19,6 +19,7 @@ from tierstore.planning import (
     Machine,
     Moment,
     Phase,
+    PlacedMark,
     Placement,
     Program,
     Stashing,
@@ -26,9 +27,12 @@ from tierstore.planning import (
     Timeline,
     Treatment,
 )
+from tierstore.planning.coarsening import Coarsening, coarsen
+from tierstore.planning.homes import CPU
 from tierstore.planning.rules import AHEAD
 from tierstore.planning.searching.alternatives import Levers, differences, neighbours, ranges, todays
 from tierstore.planning.searching.choosing import Effort, bounded_by, grid_of, search
+from tierstore.planning.searching.estimate import Estimate, Estimator
 from tierstore.planning.searching.variants import marked_layers, with_marks, with_steps_on_host
 from tierstore.planning.simulating import simulate
 
@@ -37,6 +41,7 @@ LAYER = Layer(MIB, 2 * MIB, (MIB,), MIB // 4, 0, 0.005, 0.01, 0.002, 0.004)
 PROGRAM = program_of([LAYER] * 6)
 KEPT = (ByteKind.PARAMETERS, ByteKind.BUFFER, ByteKind.STATE)
 HOMES = 2  # placements with state that goes down
+WAYS = 2  # to make room: what becomes of each is simulated
 FIELDS = ("high", "ahead", "shares", "stashing", "residents", "bundles", "marks")
 
 
@@ -102,10 +107,10 @@ def test_a_lever_changes_one_thing_alone(lever: Levers) -> None:
 
 def test_how_many_are_simulated_is_bounded_by_the_programs_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(PROGRAM, machine(8))
-    assert len(found.rejected) + 1 <= 1 + 2 * Effort.USUAL.value + HOMES
+    assert len(found.rejected) + 1 <= 1 + 2 * Effort.USUAL.value + HOMES + WAYS
     monkeypatch.setattr("tierstore.planning.searching.choosing._SIMULATED_USES", 1)  # as if it were large
     found = search(PROGRAM, machine(8))
-    assert len(found.rejected) + 1 <= 1 + 2 + 2 + 1
+    assert len(found.rejected) + 1 <= 1 + 2 + 2 + 1 + WAYS
 
 
 def test_a_large_program_is_looked_at_joined_and_the_best_simulated_in_full(
@@ -130,6 +135,76 @@ def test_a_large_program_is_looked_at_joined_and_the_best_simulated_in_full(
     homes = {**todays(program, machine(8)).bundles, "param/0": BundleHomes(is_pinned=True)}
     pinned = replace(todays(program, machine(8)), bundles=homes)
     assert search(program, machine(8), given=pinned).placement.bundles["param/0"].is_pinned
+
+
+def test_where_joined_layers_do_not_fit_less_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[bool] = []
+
+    def seen(program: Program, most: int, *, in_layers: bool) -> Coarsening:
+        joined.append(in_layers)
+        return coarsen(program, most, in_layers=in_layers)
+
+    monkeypatch.setattr("tierstore.planning.searching.choosing.coarsen", seen)
+    monkeypatch.setattr("tierstore.planning.searching.choosing._MOST_MOMENTS", 10)
+    long = program_of([LAYER] * 12)
+    moments = [replace(moment, layer=None if (moment.layer or 0) % 2 else 0) for moment in long.moments]
+    program = replace(long, moments=tuple(moments))
+    found = search(program, machine(8))
+    assert joined == [True, False]
+    assert found.timeline.step_s < step_s(program, machine(8), todays(program, machine(8)))
+    joined.clear()
+    search(PROGRAM, machine(8))
+    assert joined == [True]
+    joined.clear()  # a mark of one operator would mean nothing where they are one
+    marks = [PlacedMark(0, "attention", Treatment.SWAP, 1)]
+    search(PROGRAM, machine(8), given=replace(todays(PROGRAM, machine(8)), marks=marks))
+    assert joined == [False]
+    joined.clear()
+    search(PROGRAM, machine(8), levers=Levers.HIGH | Levers.AHEAD)
+    assert joined == [False]
+
+
+def test_shares_that_were_given_are_tried_where_the_full_program_takes_another_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on, slow = machine(8), machine(8, link=1e6)
+    program = replace(PROGRAM, moments=tuple(half for each in PROGRAM.moments for half in halves(each)))
+    before = todays(program, on)
+    in_full: list[Placement] = []
+
+    def slower(simulated: Program, where: Machine, placement: Placement, **more: object) -> Timeline:
+        is_full = len(simulated.moments) == len(program.moments)
+        in_full.extend([placement] if is_full else [])
+        is_slow = is_full and (placement.high, placement.ahead) != (before.high, before.ahead)
+        return simulate(simulated, slow if is_slow else where, placement, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tierstore.planning.searching.choosing.simulate", slower)
+    monkeypatch.setattr("tierstore.planning.searching.choosing._MOST_MOMENTS", 10)
+    found = search(program, on)
+    assert len(in_full) == 3, "what was given, what was best joined, and that with the shares that were given"
+    assert in_full[1].ahead != before.ahead or in_full[1].high != before.high
+    assert found.placement == in_full[2] == replace(in_full[1], high=before.high, ahead=before.ahead)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "other"),
+    [(Treatment.SWAP, Treatment.RECOMPUTE), (Treatment.RECOMPUTE, Treatment.SWAP)],
+)
+def test_each_way_to_make_room_is_followed_however_the_estimate_likes_it(
+    treatment: Treatment, other: Treatment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimated = Estimator.estimate
+
+    def disliked(self: Estimator, placement: Placement) -> Estimate:
+        found = estimated(self, placement)
+        return replace(found, step_s=found.step_s * (2 if marked_layers(placement, treatment) else 1))
+
+    monkeypatch.setattr(Estimator, "estimate", disliked)
+    wide = program_of([replace(LAYER, activation_bytes=2 * MIB)] * 8)
+    found = search(wide, machine(16))
+    simulated = [found.placement, *(each.placement for each in found.rejected)]
+    alone = [each for each in simulated if marked_layers(each, treatment) and not marked_layers(each, other)]
+    assert any(homes.state.device == CPU for each in alone for homes in each.bundles.values())
 
 
 def halves(moment: Moment) -> list[Moment]:

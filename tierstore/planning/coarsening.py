@@ -4,7 +4,8 @@
    what they have.
 2. Keys of one layer and kind that these moments use alike become one, with the bytes of all: bundles are
    stepped together then, with one state.
-3. What is moved keeps its bytes.  What has to be there together is more, so what just fits may not, joined.
+3. Where layers are joined, so is what is between moments of one layer, and activations whatever makes them.
+4. What is moved keeps its bytes.  What has to be there together is more, so what just fits may not, joined.
 """
 
 from __future__ import annotations
@@ -61,12 +62,19 @@ def coarsened(program: Program, most: int = MOST) -> Program:
     return coarsen(program, most).program
 
 
-def coarsen(program: Program, most: int = MOST) -> Coarsening:
-    """Return a program of fewer moments, and what its keys stand for; of at most ``most`` it is the same."""
+def coarsen(program: Program, most: int = MOST, *, in_layers: bool = False) -> Coarsening:
+    """Return a program of fewer moments, and what its keys stand for; of at most ``most`` it is the same.
+
+    Args:
+        program: that may be long.
+        most: moments that it may have.
+        in_layers: join what is between moments of one layer with it, and activations whatever operator
+            makes them.  Marks of single operators mean nothing then.
+    """
     if len(program.moments) <= most:
         return Coarsening(program, {key: (key,) for key in program.data})
-    groups = _grouped(program)
-    joint_of = _joined(program, groups)
+    groups = _grouped(program, in_layers=in_layers)
+    joint_of = _joined(program, groups, in_layers=in_layers)
     groups = _with_joint_turns(program, groups, joint_of)
     members: dict[str, list[str]] = {}
     for key in program.data:
@@ -88,24 +96,26 @@ def coarsen(program: Program, most: int = MOST) -> Coarsening:
 # ---------------------------------------------------------------------- what is joined
 
 
-def _grouped(program: Program) -> list[int]:
+def _grouped(program: Program, *, in_layers: bool) -> list[int]:
     """Return of each moment the number of its group: neighbours of one phase and layer."""
-    groups: list[int] = []
-    for former, moment in zip([None, *program.moments], program.moments, strict=False):
-        is_alike = (
-            former is not None
-            and moment.layer is not None
-            and moment.phase is not Phase.OPTIMIZER
-            and (former.phase, former.layer) == (moment.phase, moment.layer)
-        )
-        groups.append(0 if former is None else groups[-1] + (not is_alike))
+    places = [(moment.phase, moment.layer) for moment in program.moments]
+    if in_layers:
+        beside = zip(places, places[2:], strict=False)
+        places[1:-1] = [
+            before if before == behind and before[1] is not None else place
+            for place, (before, behind) in zip(places[1:-1], beside, strict=True)
+        ]
+    groups = [0] * len(places)
+    for number, (former, place) in enumerate(itertools.pairwise(places), 1):
+        is_alike = former == place and place[1] is not None and place[0] is not Phase.OPTIMIZER
+        groups[number] = groups[number - 1] + (not is_alike)
     return groups
 
 
 Signature = tuple[object, ...]
 
 
-def _signatures(program: Program, groups: Sequence[int]) -> dict[str, Signature]:
+def _signatures(program: Program, groups: Sequence[int], *, in_layers: bool) -> dict[str, Signature]:
     """Return what is done with each key, by groups, but in optimizers' turns."""
     found: dict[str, dict[tuple[int, Does], None]] = {key: {} for key in program.data}
     for group, moment in zip(groups, program.moments, strict=True):
@@ -113,14 +123,14 @@ def _signatures(program: Program, groups: Sequence[int]) -> dict[str, Signature]
             for use in moment.uses:
                 found[use.key][group, use.does] = None
     return {
-        key: (datum.kind, datum.layer, datum.operator, tuple(found[key]))
+        key: (datum.kind, datum.layer, "" if in_layers else datum.operator, tuple(found[key]))
         for key, datum in program.data.items()
     }
 
 
-def _joined(program: Program, groups: Sequence[int]) -> dict[str, str]:
+def _joined(program: Program, groups: Sequence[int], *, in_layers: bool) -> dict[str, str]:
     """Return of each key the one that stands for it."""
-    signatures = _signatures(program, groups)
+    signatures = _signatures(program, groups, in_layers=in_layers)
     joint_of = {key: key for key in program.data}
     owned = {key for unit in program.units for key in _keys_of(unit)}
     for run in _runs_of_units(program, signatures):

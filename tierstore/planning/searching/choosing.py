@@ -3,9 +3,12 @@
 1. What was given and today's rules are always simulated: the choice is never predicted to be slower.
 2. Counts bound the work, never clocks: the same question has the same answer.
 3. From the given placement, one lever after the other is pulled where the estimate says that it helps, twice
-   around.  Simulated are the best by the estimate, the best that one lever alone makes, and then what is
-   close to the best of those (`Effort`).
-4. Under `Effort.EXHAUSTIVE` every combination of levers is simulated on a fixed grid of quotas, up to the one
+   around.  Simulated are the best by the estimate, the best that one lever alone makes, what becomes of each
+   way to make room when the other levers follow it, and then what is close to the best of those (`Effort`).
+4. Of a long program that is done with its layers joined, and the best of it simulated in full.  Joined, a
+   program tells well what becomes of activations and where optimizers step, and little of shares of tiers:
+   where these matter, or the full program takes another time, the best is tried with those that were given.
+5. Under `Effort.EXHAUSTIVE` every combination of levers is simulated on a fixed grid of quotas, up to the one
    that there is: over quotas on the grid, more room is then never predicted to be slower.
 """
 
@@ -19,7 +22,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from tierstore.errors import CapacityError
-from tierstore.planning.coarsening import MOST, coarsen
+from tierstore.planning.coarsening import MOST, Coarsening, coarsen
 from tierstore.planning.homes import CPU
 from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
@@ -40,6 +43,7 @@ _LEAST_SIMULATIONS = 2
 _MOST_ESTIMATES = 200
 _ALIKE = 1e-3
 _CLOSE = 1.03  # joined, a program takes some percent more or less, and its placements alike
+_TRUSTED = 0.01  # a joined program that takes as long as the full one does
 _REFINED = Levers.HIGH | Levers.AHEAD  # what an estimate knows least about
 _MAKE_ROOM = Levers.SWAP | Levers.RECOMPUTE
 _OCTAVES = 6  # below the quota: less than a sixty-fourth of it is no quota
@@ -158,6 +162,11 @@ class _Trials:
             except CapacityError as error:
                 outcome = error
             self._found[name] = placement, outcome
+
+    def step_s(self, placement: Placement) -> float:
+        """Return how long a step takes, simulated once; infinite: it does not fit."""
+        self.simulate(placement)
+        return _seconds(self._found[repr(placement)][1])
 
     def fastest(self, most: int, *, within: float = math.inf) -> list[Placement]:
         """Return the fastest so far, at most so many; of those that are equally fast the first ones.
@@ -283,19 +292,43 @@ def _simulate_best_of_joint(
     conditions: Conditions,
     effort: Effort,
 ) -> None:
-    """Look at a large program with its neighbouring moments joined, and simulate the best of that in full."""
-    joint = coarsen(program, _MOST_MOMENTS)
-    narrowed = joint.narrowed(base)
-    are_alike = joint.spread(narrowed) == base  # else what was given of single bundles would be lost
-    if joint.program is program or not are_alike:
+    """Look at a large program with its layers joined, and simulate the best of that in full.
+
+    Where nothing fits so, less is joined: single moments need less room.  Neither are layers joined where
+    marks name operators, or collectives moments, or where nothing may change but shares of tiers.
+    """
+    names_parts = bool(conditions.exchanges.begun) or any(mark.operators for mark in base.marks)
+    is_joined = False
+    for in_layers in (False,) if names_parts or not levers & ~_REFINED else (True, False):
+        joint = coarsen(program, _MOST_MOMENTS, in_layers=in_layers)
+        narrowed = joint.narrowed(base)
+        if joint.program is program or joint.spread(narrowed) != base:
+            continue  # what was given of single bundles would be lost
+        is_joined = True
+        rough = _Trials(joint.program, machine, conditions)
+        rough.simulate(narrowed)
+        if in_layers:
+            _simulate_estimated(rough, joint.program, machine, narrowed, levers, conditions, Effort.LITTLE)
+            _simulate_fastest(trials, joint, rough, base)
+        else:
+            _simulate_best(rough, joint.program, machine, narrowed, levers, conditions, effort)
+            uses = sum(len(moment.uses) for moment in program.moments)
+            most = _LEAST_SIMULATIONS if uses <= _SIMULATED_USES // 2 else 1
+            for placement in rough.fastest(most, within=_CLOSE):
+                trials.simulate(joint.spread(placement))
+        if rough.fastest(1) and trials.fastest(1):
+            return
+    if not is_joined:
         _simulate_best(trials, program, machine, base, levers, conditions, effort)
-        return
-    rough = _Trials(joint.program, machine, conditions)
-    rough.simulate(narrowed)
-    _simulate_best(rough, joint.program, machine, narrowed, levers, conditions, effort)
-    uses = sum(len(moment.uses) for moment in program.moments)
-    for placement in rough.fastest(_LEAST_SIMULATIONS if uses <= _SIMULATED_USES // 2 else 1, within=_CLOSE):
-        trials.simulate(joint.spread(placement))
+
+
+def _simulate_fastest(trials: _Trials, joint: Coarsening, rough: _Trials, base: Placement) -> None:
+    """Simulate in full what is fastest joined; with the shares that were given, too, if they matter."""
+    for best in rough.fastest(1):
+        as_given = replace(best, high=base.high, ahead=base.ahead)
+        seconds = rough.step_s(best), rough.step_s(as_given), trials.step_s(joint.spread(best))
+        if max(seconds) > (1 + _TRUSTED) * min(seconds):
+            trials.simulate(joint.spread(as_given))
 
 
 def _simulate_best(
@@ -308,6 +341,24 @@ def _simulate_best(
     effort: Effort,
 ) -> None:
     """Simulate what is best by the estimate, and then what is close to what is best by the simulator."""
+    estimates, most = _simulate_estimated(trials, program, machine, base, levers, conditions, effort)
+    for lever in _REFINED & levers:
+        best = next(iter(trials.fastest(1)), base)
+        options = [option for found in neighbours(program, machine, best, lever) for option in found.options]
+        for option in sorted(options, key=estimates.step_s)[: most // 2]:
+            trials.simulate(option)
+
+
+def _simulate_estimated(
+    trials: _Trials,
+    program: Program,
+    machine: Machine,
+    base: Placement,
+    levers: Levers,
+    conditions: Conditions,
+    effort: Effort,
+) -> tuple[_Estimates, int]:
+    """Simulate what is best by the estimate; return the estimates, and how many the size allows."""
     uses = sum(len(moment.uses) for moment in program.moments) + len(program.moments)
     estimates = _Estimates(
         program, machine, conditions, max(_LEAST_ESTIMATES, min(_MOST_ESTIMATES, _ESTIMATED_USES // uses))
@@ -321,11 +372,12 @@ def _simulate_best(
     several = list(itertools.islice(estimates.ranked(), max(most // 2, 1)))
     for placement in (*several, *sorted(single, key=estimates.step_s)[: most - len(several)]):
         trials.simulate(placement)
-    for lever in _REFINED & levers:
-        best = next(iter(trials.fastest(1)), base)
-        options = [option for found in neighbours(program, machine, best, lever) for option in found.options]
-        for option in sorted(options, key=estimates.step_s)[: most // 2]:
-            trials.simulate(option)
+    for lever in _MAKE_ROOM & levers:  # the estimate does not know well which of them is the better one
+        followed = estimates.best_of(base, lever)
+        for other in levers & ~_MAKE_ROOM:
+            followed = estimates.best_of(followed, other)
+        trials.simulate(followed)
+    return estimates, most
 
 
 def _ordered(levers: Levers, *, fits: bool) -> list[Levers]:
