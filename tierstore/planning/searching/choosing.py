@@ -308,7 +308,7 @@ def _simulate_best_of_joint(
         rough = _Trials(joint.program, machine, conditions)
         rough.simulate(narrowed)
         if in_layers:
-            _simulate_estimated(rough, joint.program, machine, narrowed, levers, conditions, Effort.LITTLE)
+            _simulate_best(rough, joint.program, machine, narrowed, levers, conditions, Effort.LITTLE)
             _simulate_fastest(trials, joint, rough, base)
         else:
             _simulate_best(rough, joint.program, machine, narrowed, levers, conditions, effort)
