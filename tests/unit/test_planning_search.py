@@ -71,6 +71,38 @@ def test_the_choice_is_never_predicted_to_be_slower(data: st.DataObject) -> None
     assert all(each.step_s is None or each.step_s >= found.timeline.step_s for each in found.rejected)
 
 
+@settings(max_examples=12)
+@given(st.data(), st.sampled_from([0.01, 0.1, 0.5]))
+def test_what_spares_bytes_is_little_slower_than_the_fastest_and_never_than_what_was_given(
+    data: st.DataObject, spare: float
+) -> None:
+    program, on = data.draw(programs(most_layers=3)), data.draw(machines())
+    before = data.draw(placements(program, on))
+    bars = [step_s(program, on, before), step_s(program, on, todays(program, on))]
+    try:
+        fastest, found = search(program, on, given=before), search(program, on, given=before, spare=spare)
+    except CapacityError:
+        reject()
+    limit_s = min(*bars, fastest.timeline.step_s * (1 + spare))
+    assert fastest.timeline.step_s <= found.timeline.step_s <= limit_s
+    rates = {link.name: link.bytes_per_s for link in on.links}
+
+    def with_copies_s(placement: Placement) -> float:
+        timeline = simulate(program, on, placement)
+        copies_s = (nbytes / rates[name] for name, nbytes in timeline.moved_bytes.items())
+        return timeline.step_s + sum(copies_s)
+
+    near = [each.placement for each in found.rejected if each.step_s is not None and each.step_s <= limit_s]
+    assert with_copies_s(found.placement) <= min(map(with_copies_s, [*near, fastest.placement]))
+
+
+def test_of_two_that_are_about_as_fast_the_one_that_moves_less_is_chosen() -> None:
+    on, levers = machine(7, host=16), Levers.HIGH | Levers.AHEAD
+    fastest, sparing = (search(PROGRAM, on, levers=levers, spare=spare) for spare in (0.0, 0.1))
+    assert fastest.timeline.step_s < sparing.timeline.step_s < 1.1 * fastest.timeline.step_s
+    assert sum(sparing.timeline.moved_bytes.values()) < sum(fastest.timeline.moved_bytes.values())
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     first, second = search(PROGRAM, machine(8)), search(PROGRAM, machine(8))
     assert first == second

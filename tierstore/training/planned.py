@@ -35,7 +35,7 @@ from tierstore.planning.placement import Placement
 from tierstore.planning.program import Program
 from tierstore.planning.searching import Choice, search
 from tierstore.training.first_call import FirstCall
-from tierstore.training.first_plan import LEVERS, assumed_of, first_choice
+from tierstore.training.first_plan import LEVERS, SPARE, assumed_of, first_choice
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.recorded_runs import program_from
 from tierstore.training.recording.marks import RecordedStep, RecordedSteps
@@ -246,7 +246,9 @@ class RunPlanner:
 
     def _choose(self, program: Program, machine: Machine) -> None:
         given = self._session.placing.placement
-        choice = search(program, machine, given=given, levers=LEVERS, conditions=self._conditions)
+        choice = search(
+            program, machine, given=given, levers=LEVERS, conditions=self._conditions, spare=SPARE
+        )
         self._decide(choice, f"after step {self._number - 1}")
 
     def _decide(self, choice: Choice, when: str, note: str = "") -> None:
