@@ -111,7 +111,9 @@ def test_a_program_says_what_a_step_is_made_of(tmp_path: Path) -> None:
     assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN]
     assert [unit.bundle for unit in program.units] == [f"param/{layer}.0.weight" for layer in range(6)]
     assert program.units[2].state == "state/0/2.0.weight"
-    assert set(program.units[2].gradients) == {"grad/2.0.weight", "grad/2.0.bias"}
+    assert program.units[2].gradients == ("grad/2.0.weight", "grad/2.0.bias"), "as steps open them"
+    ended = [use.key for use in program.moments[-1].uses if use.does is Does.END]
+    assert ended == [f"grad/{layer}.0.{kind}" for layer in range(6) for kind in ("weight", "bias")]
     assert all(unit.may_step_ahead and unit.device_step_s > 0 for unit in program.units)
     assert all(unit.host_step_s == unit.device_step_s for unit in program.units)  # the host's kernels
     assert program.data["param/3.0.weight"].layer == 3

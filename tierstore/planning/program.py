@@ -186,7 +186,7 @@ class Unit:
         optimizer: its name.
         bundle: the key of the parameters.
         state: the key of what it keeps for them; ``None``: it keeps nothing.
-        gradients: keys, in the order in which backward makes them.
+        gradients: keys, in the order of the parameters, as the step opens them.
         device_step_s: seconds of the step on the device.
         host_step_s: on the host; ``None``: it cannot be stepped there.
         may_step_ahead: whether backward may step it into a copy beside it.

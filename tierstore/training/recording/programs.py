@@ -138,13 +138,16 @@ class ProgramMaker:
         begins = [each.asked_s for each in self._moments]
         makers = {key: number for number, each in enumerate(self._moments) for key, _ in each.made}
         last = len(self._moments) - 1
-        ends = dict.fromkeys(makers, last)
+        ends: dict[str, int] = {}
         for renaming in self._recording.renamings:
             if self._step.begin_s <= renaming.at_s <= self._step.end_s:
                 for key in renaming.names:
                     number = max(0, bisect.bisect_right(begins, renaming.at_s) - 1)
                     if key in makers and renaming.names[key] is None and number >= makers[key]:
+                        ends.pop(key, None)  # the last time counts, and its order
                         ends[key] = last if self._moments[number].step is not None else number
+        for key in makers:
+            ends.setdefault(key, last)
         for key, number in ends.items():
             self._uses[number].append(KeyUse(key, Does.END))
         for number, uses in enumerate(self._uses):
@@ -183,9 +186,9 @@ class ProgramMaker:
         )
 
     def _units(self, compute_s: Sequence[float]) -> list[Unit]:
-        order = {key: number for number, key in enumerate(self._made)}
+        order = {key: number for number, key in enumerate(self._figures.owners)}
         gradients: defaultdict[str, list[str]] = defaultdict(list)
-        for key in sorted(order, key=order.__getitem__):
+        for key in sorted(self._made, key=lambda key: order.get(key, len(order))):
             gradients[self._figures.owners.get(key, "")].append(key)
         found: dict[tuple[str, str], tuple[WatchedMoment, float]] = {}
         for each, seconds in zip(self._moments, compute_s, strict=True):
@@ -198,11 +201,13 @@ class ProgramMaker:
         step = watched.step
         assert step is not None
         known = self._figures.kinds
+        own = gradients.get(step.bundle, ())
+        opened = [key for key, _ in step.gradients if key in own]
         return Unit(
             step.optimizer,
             step.bundle,
             step.state if step.state in known else None,
-            tuple(gradients.get(step.bundle, ())),
+            tuple(dict.fromkeys((*opened, *own))),
             seconds,
             seconds if step.is_on_host else None,
             step.may_be_ahead,

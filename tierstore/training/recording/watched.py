@@ -190,7 +190,7 @@ class StepWatcher:
         self._former: RunMark | None = None
         self._under: BundleStep | None = None
         self._there: set[str] = set()  # gradients
-        self._ahead: dict[str, tuple[float, float]] = {}  # from when to when, by bundle
+        self._ahead: dict[str, tuple[float, float, float]] = {}  # by bundle: asked, begun, ended
         self._ahead_uses: list[RunMark] = []
         self._apart: RunMark | None = None  # what began what is left out
         for mark in step.marks:
@@ -226,7 +226,7 @@ class StepWatcher:
         uses, self._ahead_uses = self._ahead_uses, []
         bundles = [each.key for each in uses if self._is_bundle(each.key)]
         if bundles:
-            self._ahead[bundles[0]] = uses[-1].at_s, mark.at_s
+            self._ahead[bundles[0]] = apart.at_s, uses[-1].at_s, mark.at_s
             self._close(apart.at_s)
             self._open(mark)
 
@@ -346,7 +346,10 @@ class StepWatcher:
         self._current.uses += [(step.bundle, mark.at_s), *((key, mark.at_s) for key, _ in step.gradients)]
         self._current.uses += [] if step.state is None else [(step.state, mark.at_s)]
         self._close(mark.at_s)
-        self._time(self.moments[-1], *self._ahead.pop(step.bundle, (mark.at_s, mark.at_s)))
+        if step.bundle in self._ahead:
+            asked_s, begin_s, end_s = self._ahead.pop(step.bundle)
+            self.moments[-1].host_s = self._seconds.working(asked_s, begin_s)
+            self._time(self.moments[-1], begin_s, end_s)
         self._open(mark)
 
     def _pass_over(self, mark: RunMark) -> None:

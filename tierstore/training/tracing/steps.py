@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -54,7 +54,8 @@ class TracedStep:
         self.log = MomentLog()
         self._modules = WatchedModules(trained.model, bundles, self.log)
         self._watch = Watch(bundles, self._modules, self.log, assumed)
-        self._gradients: dict[str, list[str]] = {}
+        self._names = {tensor: name for group in bundles.groups.values() for tensor, name in _named(group)}
+        self._made: set[str] = set()  # gradients
         self.units: list[Unit] = []
         self.state: dict[str, Datum] = {}
         self.standing_bytes = 0
@@ -130,8 +131,7 @@ class TracedStep:
     @contextlib.contextmanager
     def _gradients_noted(self) -> Iterator[None]:
         handles = []
-        names = {tensor: name for group in self._bundles.groups.values() for tensor, name in _named(group)}
-        for tensor, name in names.items():
+        for tensor, name in self._names.items():
             if tensor.requires_grad and tensor.is_leaf:
                 handles.append(tensor.register_post_accumulate_grad_hook(self._note_gradient(name)))
         try:
@@ -141,7 +141,7 @@ class TracedStep:
                 handle.remove()
 
     def _note_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        key = f"grad/{name}"
+        key = _gradient_key(name)
 
         def note(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
@@ -150,9 +150,7 @@ class TracedStep:
             owner = self._bundles.owners[parameter]
             self.log.storages.add(gradient, Sort.GRADIENT, key)
             self.log.make_gradient(key, gradient.numel() * gradient.element_size(), owner)
-            made = self._gradients.setdefault(owner, [])
-            if key not in made:
-                made.append(key)
+            self._made.add(key)
 
         return note
 
@@ -224,7 +222,7 @@ class TracedStep:
                 optimizer=name,
                 bundle=key,
                 state=state if state in self.state else None,
-                gradients=tuple(self._gradients.get(key, ())),
+                gradients=self._gradients_of(self._bundles.groups[key].tensors),
                 host_step_s=0.0 if is_alone else None,
                 may_step_ahead=is_alone,
             )
@@ -260,9 +258,17 @@ class TracedStep:
         self.log.begin("zero_grad")
         for parameter in self._trained.model.parameters():
             parameter.grad = None
-        for keys in self._gradients.values():
-            for key in keys:
-                self.log.use(key, Does.END)
+        for key in self._gradients_of(self._trained.model.parameters()):
+            self.log.use(key, Does.END)
+
+    def _gradients_of(self, parameters: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Return the keys of the gradients that were made, in the order of their parameters."""
+        keys = (_gradient_key(self._names[each]) for each in parameters if each in self._names)
+        return tuple(key for key in keys if key in self._made)
+
+
+def _gradient_key(name: str) -> str:
+    return f"grad/{name}"
 
 
 def _named(group: object) -> Iterator[tuple[torch.Tensor, str]]:
