@@ -21,6 +21,9 @@ Optimizers = list[torch.optim.Optimizer]
 _MEDIA = {"device": TierMedium.DEVICE, "host": TierMedium.HOST, "disk": TierMedium.STORAGE}
 _DISK = "64MB"
 
+BEFORE_STEADY = 6
+"""Steps after which one is as the next: nothing is learned any more."""
+
 
 class Trained(NamedTuple):
     """What is trained, and on what."""

@@ -129,6 +129,37 @@ def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() 
     assert follow.plan.residents == {"a"}
 
 
+def test_a_use_that_is_left_out_is_in_no_plan_and_the_one_after_it_is() -> None:
+    follower, _ = _follower(100, 100)
+    _step(follower, ["a", "b"])
+    follower.leave_out(["c", "b"])
+    list(follower.begin_forward())
+    follower.leave_out(["c"])
+    for key in ("a", "b", "c", "c"):
+        _use(follower, key)
+    follower.note_step(0)
+    (follow,) = follower.begin_forward()
+    assert isinstance(follow, Follow)
+    assert tuple(follow.plan.accesses) == ("a", "b", "c")
+
+
+def test_new_values_are_brought_where_old_ones_would_be_in_vain() -> None:
+    there = {"b~next"}
+    windows = [PrefetchWindow(tier, 100) for tier in ("device", "host")]
+    follower = Follower(windows, "device", SIZES.__getitem__, 1, is_there=there.__contains__)
+    keys = ["a", "b", "c"]
+    _step(follower, keys)
+    list(follower.begin_forward())
+    brought = [(each.key, each.tier) for each in _use(follower, "a") if isinstance(each, Prefetch)]
+    assert brought == [("b~next", "device"), ("b", "host")]
+    assert follower.has_plan
+    there.clear()
+    list(_use(follower, "b"))
+    assert ("a", "device") in [
+        (each.key, each.tier) for each in _use(follower, "c") if isinstance(each, Prefetch)
+    ]
+
+
 def test_a_plan_that_nobody_took_is_given_again() -> None:
     follower, _ = _follower(100, 100)
     _step(follower, ["a", "b"])

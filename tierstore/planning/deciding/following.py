@@ -6,6 +6,7 @@
 2. Advice is carried out in order, and the next one is decided when the last was carried out: what happens
    meanwhile counts.  So uses may come in the midst of another one's advice.
 3. A step has one order of uses.  One that turns out otherwise the next time is only advised worse.
+4. Where new values wait to take the place of old ones, it is they that are brought to the first tier.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Follower:
         optimizers: how many there are.
         choose_residents: says which keys stay where they are, from those that a step used and those of
             gradients among them; ``None``: none do.
+        is_there: says whether anything is under a key; ``None``: no new values are made before their time.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Follower:
         nbytes_of: Callable[[str], int],
         optimizers: int,
         choose_residents: ChooseResidents | None = None,
+        is_there: Callable[[str], bool] | None = None,
     ) -> None:
         self.is_planning = windows is not None
         self._windows = list(windows or ())
@@ -123,9 +126,11 @@ class Follower:
         self._place: PlanPosition | None = None
         self._followed: tuple[str, ...] = ()
         self._last = ""
+        self._left_out: set[str] = set()  # keys whose next use no plan has
         self._gradients: dict[str, None] = {}
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
         self._choose_residents = choose_residents
+        self._is_there = is_there
 
     @property
     def has_plan(self) -> bool:
@@ -143,6 +148,9 @@ class Follower:
     def note(self, key: str) -> Iterator[Advice]:
         """Take in that ``key`` is used now; prefetch what comes after it."""
         if not self.is_planning or key == self._last:
+            return iter(_NONE)
+        if key in self._left_out:
+            self._left_out.discard(key)
             return iter(_NONE)
         self._last = key
         self._trace.note(key)
@@ -170,6 +178,10 @@ class Follower:
         self._gradients[key] = None
         return self.note(key)
 
+    def leave_out(self, keys: Sequence[str]) -> None:
+        """Take in that the next use of each key is as in no other step: plans are made without it."""
+        self._left_out.update(keys)
+
     # --- steps ----------------------------------------------------------------------------------
 
     def note_step(self, optimizer: int) -> None:
@@ -191,6 +203,7 @@ class Follower:
     def _end_step(self) -> Iterator[Advice]:
         accesses = self._trace.take()
         gradients, self._gradients = tuple(self._gradients), {}
+        self._left_out.clear()
         self._last = ""
         if not accesses:
             return iter(_NONE)
@@ -236,7 +249,12 @@ class Follower:
                 return
             window.add(nbytes)
             if nbytes:
-                yield Prefetch(key, window.tier)
+                yield Prefetch(self._newest(key) if window.tier == self._first_tier else key, window.tier)
+
+    def _newest(self, key: str) -> str:
+        """Return what is used when a key is next: new values, if they wait to take its place."""
+        there = self._is_there
+        return following if there is not None and there(following := next_version(key)) else key
 
     def _bytes_in(self, window: PrefetchWindow, key: str) -> int:
         """Return what a window has to bring for a key; nothing if somebody else tells when it comes there."""

@@ -193,6 +193,7 @@ class Simulator:
             lambda key: followed[key] if key in followed and key in self._store else 0,
             len({unit.optimizer for unit in self._program.units}),
             self._residents,
+            self._store.__contains__,
         )
         trained = trained_bytes(self._program, self._placement)
         device = None

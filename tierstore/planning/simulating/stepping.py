@@ -144,11 +144,14 @@ class OptimizerTurns:
             lease = self._store.lease(needed, 0)
         except (CapacityError, LeaseError):
             return
+        is_split = self._store.split(lease, {key: next_version(key) for key in needed})
         for key in needed:
             self._windows.note(key)
-        if not self._store.split(lease, {key: next_version(key) for key in needed}):
+        if not is_split:
             self._store.release(lease, is_written=False)
             self._without_others.add(unit.bundle)
+            for key in sorted(unit.gradients, key=lambda key: -self._data[key].nbytes):
+                self._windows.note(key)  # the plan is that of steps that are made ahead
             return
         self._windows.open_all(unit.gradients, 0)
         self._own.compute(self._moments[unit.bundle], [*needed, *unit.gradients])
@@ -190,6 +193,8 @@ class OptimizerTurns:
         gradients = [key for key in unit.gradients if key in self._store]
         kept = [key for key in _state(unit) if key in self._store]
         keys = [unit.bundle, *gradients, *kept]
+        if unit.bundle in self._without_others:
+            self._windows.follower.leave_out(keys)
         self._windows.open_all(keys, tier)
         if tier == 0:
             self._own.compute(moment, keys)

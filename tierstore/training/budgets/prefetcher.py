@@ -42,7 +42,9 @@ class Prefetcher:
         self._store = store
         # Guards the follower, and the order in which the store is advised, which waits for nobody.
         self._lock = locks.new_lock(Rank.PREFETCHER)
-        self._follower = Follower(windows, store.tier_names[0], nbytes_of, optimizers, choose_residents)
+        self._follower = Follower(
+            windows, store.tier_names[0], nbytes_of, optimizers, choose_residents, store.__contains__
+        )
 
     @property
     def has_plan(self) -> bool:
@@ -72,6 +74,11 @@ class Prefetcher:
         """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
         with self._lock:
             self._advise(self._follower.note_gradient(key))
+
+    def leave_out(self, keys: Sequence[str]) -> None:
+        """Take in that the next use of each key is as in no other step."""
+        with self._lock:
+            self._follower.leave_out(keys)
 
     def note_step(self, optimizer: int) -> None:
         """Take in that an optimizer has stepped."""

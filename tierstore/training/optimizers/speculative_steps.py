@@ -272,7 +272,6 @@ class SpeculativeSteps:
         basis = self._basis_of(turn)
         lease = self._lease_beside(basis)
         if lease is None:
-            self._without_others.add(turn.bundle)
             return
         made: MadeStep | None = None
         gradients = basis.gradients
@@ -293,23 +292,32 @@ class SpeculativeSteps:
         self._expectations.made[turn.bundle] = self
 
     def _lease_beside(self, basis: StepBasis) -> Lease | None:
-        """Lease what is to become the new values, beside the old ones; ``None``: there are no others."""
+        """Lease what is to become the new values, beside the old ones; ``None``: it cannot be."""
         names = basis.names
         with self._bindings.alone():
             if any(name in self._store for name in names.values()):
                 return None  # another optimizer of the same parameters was faster
             tier = self._trainer.step_tier(basis.needed[0])
             lease = self._store.lease(*names, tier=tier, write=True)
-            is_split = False
+            is_split = is_kept = False
             try:
-                # Held first: what the plan has passed is what prefetches push out.
+                is_split = lease.split(names)
+                # Split first: what the plan has passed is what prefetches push out, be it in the tier below:
+                # without another replica of the old values there is no step beside them.
                 for binding in basis.needed:
                     self._bindings.note_access(binding)
-                is_split = lease.split(names)
+                is_kept = is_split
             finally:
-                if not is_split:
+                if not is_kept:
                     lease.release(written=False)
-            return lease if is_split else None
+                    if is_split:
+                        self._store.drop(*names.values())
+            if is_kept:
+                return lease
+            self._without_others.add(basis.needed[0])
+            for binding in sorted(basis.gradients, key=lambda binding: -binding.nbytes):
+                self._trainer.prefetcher.note(binding.key)  # as in other steps: see `leave_out`
+            return None
 
     def _hand_over(self, turn: StepUnit) -> None:
         """Let a step be made on the host while backward goes on; leave it to its time if that cannot be."""
@@ -387,6 +395,15 @@ class SpeculativeSteps:
             and settings(basis.device) == made.settings
             and all(is_equal(self.optimizer.state.get(p, {}), basis.former[p]) for p in turn.parameters)
         )
+
+    def leave_out(self, turn: StepUnit, needed: Sequence[Binding]) -> None:
+        """A bundle is about to be stepped in place: if its one copy is in the way, this time only.
+
+        The next time there are two (`push_down`), and its step is made ahead.  So the plan is that of such a
+        step: what backward would have used it has, and what the step in place uses it has not.
+        """
+        if turn.bundle in self._without_others:
+            self._trainer.prefetcher.leave_out([binding.key for binding in needed])
 
     def push_down(self, turn: StepUnit) -> None:
         """A bundle was stepped in place: if only because its one copy is in the way, bring it down.

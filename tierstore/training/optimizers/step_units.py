@@ -17,6 +17,7 @@ import torch
 from tierstore.errors import CapacityError, UsageError
 from tierstore.torch_private import default_to_fused_or_foreach
 from tierstore.training.autograd.gradients import Gradients
+from tierstore.training.budgets.prefetcher import Prefetcher
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.tensor_slots import is_sharded_kind
 from tierstore.training.faults import guard
@@ -58,6 +59,11 @@ class StepTrainer(Protocol):
     @property
     def recorder(self) -> StepRecorder:
         """Of the run's steps."""
+        ...
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        """Of the run."""
         ...
 
     def step_tier(self, *bundles: Binding) -> str:

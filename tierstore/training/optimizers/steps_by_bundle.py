@@ -347,6 +347,7 @@ class StepsByBundle:
         state = self.state.bindings.get(turn.bundle)
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
         needed = [binding for binding in needed if binding not in held]
+        self._ahead.leave_out(turn, needed)
         with (
             _range(turn) if trace_ranges.are_on() else trace_ranges.NO_RANGE,
             self._recorded(turn),
