@@ -195,6 +195,29 @@ def test_units_are_what_optimizers_step() -> None:
     assert ended == [f"grad/{name}" for name in names], "zero_grad goes in the order of the parameters"
 
 
+def test_each_gradient_has_a_moment_and_what_is_live_beside_it() -> None:
+    """A layer's node makes all its gradients before the first is accumulated, and each counts once."""
+    width, rows = 64, 8
+
+    def build() -> Parts:
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        return model, (torch.empty(rows, width),), torch.optim.AdamW(model.parameters())
+
+    program = trace_model(build, loss=loss_of)
+    made = {
+        use.key: moment
+        for moment in program.moments
+        for use in moment.uses
+        if use.does is Does.MAKE and program.data[use.key].kind is ByteKind.GRADIENT
+    }
+    assert len({id(moment) for moment in made.values()}) == len(made) == 4
+    assert list(made)[:2] == ["grad/1.bias", "grad/1.weight"]
+    weight_bytes, row_bytes = 4 * width * width, 4 * rows * width
+    beside = [made[key].live_bytes for key in ("grad/1.bias", "grad/1.weight")]
+    assert beside[0] - beside[1] == weight_bytes, "made with the bias's, and accumulated after it"
+    assert row_bytes <= beside[1] <= 2 * row_bytes, "what the layer before gets, and no gradient twice"
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "RAdam", "SGD", "Muon", "Adafactor"])
 def test_turns_of_the_same_forms_are_stepped_once_and_told_as_if_each_were(kind: str) -> None:
     stepped: list[object] = []

@@ -26,6 +26,7 @@ from tierstore.planning import (
     Timeline,
     Treatment,
 )
+from tierstore.planning.deciding import DeviceShare
 from tierstore.planning.simulating import Conditions, simulate, with_recomputation
 from tierstore.planning.timeline import COMPUTE, HOST
 
@@ -380,3 +381,18 @@ def test_conditions_refuse_wrong_shares(share: float) -> None:
 def test_conditions_refuse_an_unknown_policy() -> None:
     with pytest.raises(ConfigError, match="next-use"):
         Conditions("oldest")
+
+
+def test_an_optimizer_begins_without_what_only_backward_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step takes is measured from there: less of it would let steps be made beside activations."""
+    begun: list[int] = []
+    monkeypatch.setattr(DeviceShare, "begin_step", lambda _, live_bytes: begun.append(live_bytes))
+    program = program_of([Layer(1000, 2000, (1000,)) for _ in range(3)])
+    moments = [
+        replace(moment, live_bytes=500) if moment.phase is Phase.BACKWARD else moment
+        for moment in program.moments
+    ]
+    machine = machine_of((100_000, 100_000), (math.inf,), has_streams=False)
+    placement = Placement(stashing=Stashing.ALWAYS)
+    simulate(replace(program, moments=tuple(moments)), machine, placement, steps=2)
+    assert begun == [0, 0]

@@ -75,6 +75,8 @@ class Driver:
         self._turns.begin_step()
         for number, moment in enumerate(self._program.moments):
             self._holdings.moment = moment.name
+            if moment.phase is not self._phase:
+                self._own.begin_phase(moment)
             self._enter(moment.phase)
             self._run(number, moment)
         self._enter(Phase.BETWEEN)

@@ -55,6 +55,14 @@ class OwnBytes:
         if datum.kind is ByteKind.GRADIENT and self._device is not None:
             self._device.staying_bytes -= datum.nbytes
 
+    def begin_phase(self, moment: Moment) -> None:
+        """Another phase begins with a moment: nothing is live any more that only the former phase needed.
+
+        Raises:
+            CapacityError: there is no room for what is.
+        """
+        self._set(LIVE, ByteKind.ACTIVATION, moment.live_bytes)
+
     def compute(self, moment: Moment, keys: Sequence[str]) -> None:
         """Let the device compute a moment with keys that are leased.
 

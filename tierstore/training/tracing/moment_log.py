@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from tierstore.planning import ByteKind, Datum, Does, KeyUse, Moment, OperatorWork, Phase
 from tierstore.torch_private import next_sequence_number
-from tierstore.training.tracing.storages import MetaStorages
+from tierstore.training.tracing.storages import MetaStorages, Sort
 
 
 @dataclass(slots=True)
@@ -109,7 +111,7 @@ class MomentLog:
         """End the open moment."""
         last = self._open
         if last is not None and (last.operators or last.uses):
-            workspace_bytes = self.storages.peak_bytes - last.begin_bytes
+            workspace_bytes = max(0, self.storages.peak_bytes - last.begin_bytes)
             self._done.append((last, workspace_bytes, next_sequence_number() - last.node))
             self.most_bytes = max(self.most_bytes, self.storages.peak_bytes)
         self._open = None
@@ -193,11 +195,28 @@ class MomentLog:
         else:
             self.use(key, Does.END)
 
-    def make_gradient(self, key: str, nbytes: int, owner: str) -> None:
-        """Note that a gradient was made, or added to."""
+    def make_gradient(self, gradient: torch.Tensor, key: str, owner: str) -> None:
+        """Note that a gradient was made, or added to.
+
+        Each has a moment, as in a run: what is live beside it then counts, which one node of the graph has
+        made for others.
+        """
         is_new = key not in self.data
+        nbytes = gradient.numel() * gradient.element_size()
+        self.storages.add(gradient, Sort.GRADIENT, key)
         self.data.setdefault(key, Datum(key, nbytes, ByteKind.GRADIENT, owner=owner))
+        if is_new and self._open is not None:
+            self._measure_anew(self._open)
         self.use(key, Does.MAKE if is_new else Does.WRITE)
+
+    def _measure_anew(self, moment: _OpenMoment) -> None:
+        """Let a moment that makes a gradient have what is live now; what it had more, it works with."""
+        if any(use.does is Does.MAKE and self.data[use.key].kind is ByteKind.GRADIENT for use in moment.uses):
+            self.begin(moment.name)
+            return
+        more_bytes = self.storages.own_bytes - moment.live_bytes
+        moment.live_bytes += more_bytes
+        moment.begin_bytes += more_bytes
 
     def _use_once(self, key: str, does: Does) -> None:
         if not self.is_used(key):

@@ -147,9 +147,7 @@ class TracedStep:
             gradient = parameter.grad
             if gradient is None:
                 return
-            owner = self._bundles.owners[parameter]
-            self.log.storages.add(gradient, Sort.GRADIENT, key)
-            self.log.make_gradient(key, gradient.numel() * gradient.element_size(), owner)
+            self.log.make_gradient(gradient, key, self._bundles.owners[parameter])
             self._made.add(key)
 
         return note
