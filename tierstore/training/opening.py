@@ -26,7 +26,7 @@ from tierstore.training.budgets.memory_meters import (
     beside_bytes,
     tensors_in,
 )
-from tierstore.training.bundles.freed_memory import give_freed_memory_back
+from tierstore.training.bundles.freed_memory import give_freed_memory_back, return_free_memory
 from tierstore.training.bundles.grouping import SMALL_BYTES, Group, first_names, group_parameters
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
@@ -162,6 +162,7 @@ def open_session(
         _make_way_for_wrappers(session, plan.sets, plan.fastest_bytes)
         plan.tables.take_in(session.bindings.leasing, {} if former is None else former.tables())
         _take_in(session, plan.groups, source)
+        return_free_memory()
         others.shards.watch(session)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:

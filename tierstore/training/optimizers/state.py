@@ -21,6 +21,7 @@ import torch
 from tierstore.planning import Home
 from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training.bundles.bindings import Binding
+from tierstore.training.bundles.freed_memory import FreedMemory
 from tierstore.training.bundles.layout import TensorLayout
 from tierstore.training.faults import guard
 from tierstore.training.faults.state_dict_entries import Links
@@ -47,6 +48,7 @@ class OptimizerState:
     Attributes:
         taken: which tensors go there.
         bindings: of what is there, by bundle of parameters.
+        freed: what was taken in has left free.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class OptimizerState:
         self.taken = self._adapter.taken(optimizer)
         self._computes_on = computes_on
         self.bindings: dict[Binding, Binding] = {}
+        self.freed = FreedMemory()
         self._counts: dict[torch.Tensor, int] = {}  # of tensors of each parameter, when last looked at
 
     def bundles(self) -> list[Binding]:
@@ -147,8 +150,10 @@ class OptimizerState:
         origins = [devices_in_the_end[parameter] for parameter, _ in found]
         key = state_key(self.index, bundle.key)
         home = self._home_of(bundle)
-        self._own(bundle, self._adopter.adopt(key, named, home, origins=origins, owner=bundle))
+        adopted = self._adopter.adopt(key, named, home, origins=origins, owner=bundle)
+        self._own(bundle, adopted)
         links.tie()
+        self.freed.note(adopted.nbytes)
 
     def _let_go(self, state: Binding) -> None:
         """Make tensors ordinary ones again; those that were replaced, and that nobody has, need no bytes."""
