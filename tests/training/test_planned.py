@@ -98,10 +98,13 @@ class _Chosen:
         given: Placement,
         levers: Levers,
         conditions: Conditions,
+        spare: float,
     ) -> Choice:
         self.calls += 1
         if self._found is None:
-            self._found = search(program, machine, given=given, levers=levers, conditions=conditions)
+            self._found = search(
+                program, machine, given=given, levers=levers, conditions=conditions, spare=spare
+            )
         found = self._found
         timeline = found.timeline
         steps = tuple(

@@ -31,7 +31,7 @@ from tierstore.planning.coarsening import Coarsening, coarsen
 from tierstore.planning.homes import CPU
 from tierstore.planning.rules import AHEAD
 from tierstore.planning.searching.alternatives import Levers, differences, neighbours, ranges, todays
-from tierstore.planning.searching.choosing import Effort, bounded_by, grid_of, search
+from tierstore.planning.searching.choosing import Effort, bounded_by, copies_s, grid_of, search
 from tierstore.planning.searching.estimate import Estimate, Estimator
 from tierstore.planning.searching.variants import marked_layers, with_marks, with_steps_on_host
 from tierstore.planning.simulating import simulate
@@ -85,15 +85,20 @@ def test_what_spares_bytes_is_little_slower_than_the_fastest_and_never_than_what
         reject()
     limit_s = min(*bars, fastest.timeline.step_s * (1 + spare))
     assert fastest.timeline.step_s <= found.timeline.step_s <= limit_s
-    rates = {link.name: link.bytes_per_s for link in on.links}
 
     def with_copies_s(placement: Placement) -> float:
         timeline = simulate(program, on, placement)
-        copies_s = (nbytes / rates[name] for name, nbytes in timeline.moved_bytes.items())
-        return timeline.step_s + sum(copies_s)
+        return timeline.step_s + copies_s(on, timeline.moved_bytes)
 
     near = [each.placement for each in found.rejected if each.step_s is not None and each.step_s <= limit_s]
     assert with_copies_s(found.placement) <= min(map(with_copies_s, [*near, fastest.placement]))
+
+
+def test_copies_take_what_their_links_do_and_what_skips_a_tier_takes_both() -> None:
+    on = machine(8, link=1e8)  # and a fifth of it below
+    assert copies_s(on, {"device->host": 1e8, "disk->host": 1e8}) == pytest.approx(1 + 5)
+    assert copies_s(on, {"device->disk": 1e8}) == copies_s(on, {"disk->device": 1e8}) == pytest.approx(6)
+    assert copies_s(on, {}) == 0
 
 
 def test_of_two_that_are_about_as_fast_the_one_that_moves_less_is_chosen() -> None:

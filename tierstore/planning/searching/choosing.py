@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -218,10 +218,7 @@ class _Trials:
 
     def _with_copies_s(self, timeline: Timeline) -> float:
         """Return what a step and its copies take, one after the other."""
-        rates = {link.name: link.bytes_per_s for link in self._machine.links}
-        return timeline.step_s + sum(
-            nbytes / rates[name] for name, nbytes in timeline.moved_bytes.items() if name in rates
-        )
+        return timeline.step_s + copies_s(self._machine, timeline.moved_bytes)
 
     def _rejected(self, placement: Placement, outcome: Timeline | CapacityError, base: Placement) -> Rejected:
         told = self._told(placement, base)
@@ -245,6 +242,25 @@ class _Trials:
 
 def _seconds(outcome: Timeline | CapacityError) -> float:
     return outcome.step_s if isinstance(outcome, Timeline) else math.inf
+
+
+def copies_s(machine: Machine, moved_bytes: Mapping[str, float]) -> float:
+    """Return how long copies take one after the other, each alone on its link.
+
+    Args:
+        machine: with the links.
+        moved_bytes: by link's name; what skips tiers passes the links between them.
+    """
+    rates = {link.name: link.bytes_per_s for link in machine.links}
+    names = [tier.name for tier in machine.tiers]
+    seconds = 0.0
+    for name, nbytes in moved_bytes.items():
+        source, _, target = name.partition("->")
+        way = sorted((names.index(source), names.index(target)))
+        hops = list(itertools.pairwise(names[way[0] : way[1] + 1]))
+        down = [f"{a}->{b}" if names.index(source) == way[0] else f"{b}->{a}" for a, b in hops]
+        seconds += sum(nbytes / rates[each] for each in ([name] if name in rates else down))
+    return seconds
 
 
 def bounded_by(timeline: Timeline) -> str:
