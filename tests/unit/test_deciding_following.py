@@ -143,6 +143,19 @@ def test_a_use_that_is_left_out_is_in_no_plan_and_the_one_after_it_is() -> None:
     assert tuple(follow.plan.accesses) == ("a", "b", "c")
 
 
+def test_a_use_that_is_left_out_may_be_that_of_the_last_key() -> None:
+    follower, _ = _follower(100, 100)
+    for key in ("a", "b"):
+        _use(follower, key)
+    follower.leave_out(["b"])
+    for key in ("b", "c", "b"):
+        _use(follower, key)
+    follower.note_step(0)
+    (follow,) = follower.begin_forward()
+    assert isinstance(follow, Follow)
+    assert tuple(follow.plan.accesses) == ("a", "b", "c", "b")
+
+
 def test_new_values_are_brought_where_old_ones_would_be_in_vain() -> None:
     there = {"b~next"}
     windows = [PrefetchWindow(tier, 100) for tier in ("device", "host")]

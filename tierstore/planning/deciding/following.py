@@ -147,10 +147,12 @@ class Follower:
 
     def note(self, key: str) -> Iterator[Advice]:
         """Take in that ``key`` is used now; prefetch what comes after it."""
-        if not self.is_planning or key == self._last:
+        if not self.is_planning:
             return iter(_NONE)
         if key in self._left_out:
             self._left_out.discard(key)
+            return iter(_NONE)
+        if key == self._last:
             return iter(_NONE)
         self._last = key
         self._trace.note(key)
