@@ -278,9 +278,15 @@ def test_a_planned_run_has_the_bits_of_a_plain_one_and_of_one_that_is_not_planne
     changes: dict[str, Any], planners: list[RunPlanner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(
-        program: Program, machine: Machine, *, given: Placement, levers: Levers, conditions: Conditions
+        program: Program,
+        machine: Machine,
+        *,
+        given: Placement,
+        levers: Levers,
+        conditions: Conditions,
+        spare: float,
     ) -> Choice:
-        found = search(program, machine, given=given, levers=levers, conditions=conditions)
+        found = search(program, machine, given=given, levers=levers, conditions=conditions, spare=spare)
         if not changes:
             return found
         quick = tuple(replace(each, end_s=each.begin_s) for each in found.timeline.steps)

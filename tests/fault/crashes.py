@@ -248,6 +248,7 @@ def kill_one(directory: Path, seed: int) -> str:
     has_opened, opened = os.pipe()
     pid = os.fork()
     if pid == 0:
+        torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
         _live(directory, seed, opened)
     os.close(opened)
     with os.fdopen(has_opened, "rb") as said:

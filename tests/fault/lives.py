@@ -148,6 +148,7 @@ def main() -> None:
         how, _, path = line.rstrip("\n").partition("\t")
         child = os.fork()
         if child == 0:
+            torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
             signal.alarm(TIMEOUT_S)
             os.dup2(2, 1)
             live(how, Path(path))

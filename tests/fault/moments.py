@@ -280,6 +280,7 @@ def _is_left(found: State, state: State, later: list[Step]) -> bool:
 def _run(task: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
+        torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
         task()
     return pid
 

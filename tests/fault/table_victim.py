@@ -154,6 +154,7 @@ def main(folder: Path, lives: int, seed: int) -> None:
         kind, at = (None, 0) if is_last else (KINDS[number % len(KINDS)], chance.randint(1, 12))
         child = os.fork()
         if not child:
+            torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
             try:
                 deadline = Deadline(kind, at, folder / "ends.txt")
                 life(folder, deadline, 2 * STEPS_A_CHECKPOINT if is_last else 200)

@@ -202,6 +202,7 @@ def live(work: Callable[[], None]) -> int:
     if child == 0:
         status = 1
         try:
+            torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
             work()
             status = 0
         finally:
