@@ -19,7 +19,8 @@ SIMULATED := --simulate-accelerator tests/accelerator $(ON_ACCELERATORS) \
 # A file of tests is one process's, as some look at the whole of it: who refers to a gradient, what is alive.
 JOBS ?= 2
 # A run whose process ended, as at a time limit, fails then: started again, pytest-xdist may wait for good.
-IN_PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
+# Where pytest-benchmark is installed it would end a run in parallel before the first test: it is left out.
+IN_PARALLEL := -p no:benchmark -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 # OpenMP's threads wait in their sleep, not spinning: the store's own threads need the cores meanwhile.
 export OMP_WAIT_POLICY ?= PASSIVE

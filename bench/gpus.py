@@ -21,11 +21,8 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import tierstore as ts
 from bench.activations import all_marked, saving_activations

@@ -255,11 +255,10 @@ def copies_s(machine: Machine, moved_bytes: Mapping[str, float]) -> float:
     names = [tier.name for tier in machine.tiers]
     seconds = 0.0
     for name, nbytes in moved_bytes.items():
-        source, _, target = name.partition("->")
-        way = sorted((names.index(source), names.index(target)))
-        hops = list(itertools.pairwise(names[way[0] : way[1] + 1]))
-        down = [f"{a}->{b}" if names.index(source) == way[0] else f"{b}->{a}" for a, b in hops]
-        seconds += sum(nbytes / rates[each] for each in ([name] if name in rates else down))
+        begin, end = map(names.index, name.split("->"))
+        way = names[begin : end + 1] if begin < end else names[end : begin + 1][::-1]
+        passed = [name] if name in rates else [f"{a}->{b}" for a, b in itertools.pairwise(way)]
+        seconds += sum(nbytes / rates[each] for each in passed)
     return seconds
 
 
@@ -382,24 +381,6 @@ def _simulate_best(
     effort: Effort,
 ) -> None:
     """Simulate what is best by the estimate, and then what is close to what is best by the simulator."""
-    estimates, most = _simulate_estimated(trials, program, machine, base, levers, conditions, effort)
-    for lever in _REFINED & levers:
-        best = next(iter(trials.fastest(1)), base)
-        options = [option for found in neighbours(program, machine, best, lever) for option in found.options]
-        for option in sorted(options, key=estimates.step_s)[: most // 2]:
-            trials.simulate(option)
-
-
-def _simulate_estimated(
-    trials: _Trials,
-    program: Program,
-    machine: Machine,
-    base: Placement,
-    levers: Levers,
-    conditions: Conditions,
-    effort: Effort,
-) -> tuple[_Estimates, int]:
-    """Simulate what is best by the estimate; return the estimates, and how many the size allows."""
     uses = sum(len(moment.uses) for moment in program.moments) + len(program.moments)
     estimates = _Estimates(
         program, machine, conditions, max(_LEAST_ESTIMATES, min(_MOST_ESTIMATES, _ESTIMATED_USES // uses))
@@ -418,7 +399,11 @@ def _simulate_estimated(
         for other in levers & ~_MAKE_ROOM:
             followed = estimates.best_of(followed, other)
         trials.simulate(followed)
-    return estimates, most
+    for lever in _REFINED & levers:
+        best = next(iter(trials.fastest(1)), base)
+        options = [option for found in neighbours(program, machine, best, lever) for option in found.options]
+        for option in sorted(options, key=estimates.step_s)[: most // 2]:
+            trials.simulate(option)
 
 
 def _ordered(levers: Levers, *, fits: bool) -> list[Levers]:
