@@ -75,12 +75,8 @@ def _growth(
             fill(store, count)
             once = ask(store)
             runs.append(lambda once=once, count=count: {f"{count}": once()})
-        gc.collect()
-        gc.freeze()  # a collection looks at every object there is: the process's affair, not the store's
-        try:
+        with objects_left_alone():
             seconds = take_turns(runs, repeats=settings.repeats, warmups=settings.warmups)
-        finally:
-            gc.unfreeze()
     small, *_, large = (seconds[f"{count}"] for count in counts)
     growth = ratios(large, small)
     details = {

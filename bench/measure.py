@@ -6,9 +6,11 @@ name, so that each run decides what is set-up and what is measured.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Run = Callable[[], Mapping[str, float]]
@@ -41,6 +43,21 @@ def stopwatch(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
+
+
+@contextlib.contextmanager
+def objects_left_alone() -> Iterator[None]:
+    """Keep Python's garbage collector from looking at the objects that there are, inside the context.
+
+    A whole collection looks at every object of the process: those of other runs and of imported modules too.
+    It takes as long as a step of a small model, and it interrupts whichever run happens to be next.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def take_turns(runs: Sequence[Run], *, repeats: int, warmups: int) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from bench import planned_command
 from bench.command import Question, Settings, UnmeasurableError, main
-from bench.measure import Spread, ratios, take_turns
+from bench.measure import Spread, objects_left_alone, ratios, take_turns
 from bench.paced import computing_beside_copies, equal_losses
 from bench.planned_cells import (
     CONDITIONS,
@@ -394,7 +394,8 @@ def _in_turns(
             return {name: statistics.fmean(trainee.seconds[-STEPS_A_TURN:])}
 
         runs = [lambda name=name, each=each: turn(name, each) for name, each in trainees.items()]
-        taken = take_turns(runs, repeats=settings.repeats, warmups=settings.warmups)
+        with objects_left_alone():
+            taken = take_turns(runs, repeats=settings.repeats, warmups=settings.warmups)
         losses = [torch.stack(each.losses) for each in trainees.values()]
     plain = _plain_losses(model, len(losses[0]))
     for ours in losses:
