@@ -21,7 +21,7 @@ import torch
 
 import tierstore as ts
 from bench.command import Question, Settings, main
-from bench.measure import Spread, percentile, ratios, stopwatch, take_turns
+from bench.measure import Spread, objects_left_alone, percentile, ratios, stopwatch, take_turns
 from bench.record import Better, Figure
 
 KIB, MIB = 1024, 1024**2

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +33,12 @@ ASSUMED_DISK_BYTES_PER_S = 1e9
 
 LEAST_SEEN_BYTES = 1024**2
 """Of a link's copies together, until their rate says more than what beginning them takes."""
+
+STRETCHES = 16
+"""Of a link's copies, by bytes: what holds the process up for once is in one or two of them."""
+
+MOST_TIMES_USUAL = 2
+"""As long as a stretch of copies may take of what the middle one takes, by bytes, and still count whole."""
 
 _LIMIT = "limit"
 _ASSUMED_OPERATIONS_PER_S = 1e12
@@ -101,7 +108,8 @@ def conditions_of(config: OffloadConfig, machine: Machine) -> Conditions:
 def with_seen_rates(machine: Machine, copies: Iterable[CopyRecord]) -> Machine:
     """Return the machine with its links as fast as copies were that have been recorded.
 
-    A link's rate is its bytes over the time in which it was busy, however many copies there were at once.
+    A link's rate is its bytes over the time in which it was busy, however many copies there were at once;
+    but for what held the process up in the midst of one.
     """
     seen = _rates(copies)
     links = tuple(
@@ -126,10 +134,32 @@ def _rates(copies: Iterable[CopyRecord]) -> Mapping[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for link, those in by_link.items():
         nbytes = sum(copy.nbytes for copy in those)
-        busy_s = _busy_s(those)
+        busy_s = _typical_s(those)
         if nbytes >= LEAST_SEEN_BYTES and busy_s > 0:
             found[link] = nbytes / busy_s
     return found
+
+
+def _typical_s(copies: Sequence[CopyRecord]) -> float:
+    """Return for how long copies were under way, but for what held the process up.
+
+    A collection of Python's garbage takes as long as many copies.  So copies are looked at in stretches of
+    about as many bytes each: one in which a byte took more than `MOST_TIMES_USUAL` of what it takes in the
+    middle one of them counts as if it had taken that.
+    """
+    total = sum(copy.nbytes for copy in copies)
+    length = max(LEAST_SEEN_BYTES, total // STRETCHES)
+    stretches = [[0, 0.0]]  # bytes and seconds
+    until_s = -math.inf
+    for copy in sorted(copies, key=lambda each: each.end_s):
+        if stretches[-1][0] >= length:
+            stretches.append([0, 0.0])
+        stretches[-1][0] += copy.nbytes
+        stretches[-1][1] += copy.end_s - max(copy.begin_s, until_s)  # it has waited for those before it
+        until_s = copy.end_s
+    usual = statistics.median_low([seconds / nbytes for nbytes, seconds in stretches if nbytes] or [0.0])
+    over_s = sum(max(0.0, seconds - MOST_TIMES_USUAL * usual * nbytes) for nbytes, seconds in stretches)
+    return _busy_s(copies) - (over_s if usual > 0 else 0.0)
 
 
 def _busy_s(copies: Iterable[CopyRecord]) -> float:
