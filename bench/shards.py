@@ -5,10 +5,11 @@ RANK PROCESSES WHAT SCALE REPEATS WARMUPS``.  What the figures stand for, as the
 
 1. `shards-host`: processes compute on the CPU, so the memory that FSDP gathers into is host memory.
    ``CPUOffloadPolicy`` has nothing to copy then: shards, gradients and state stay where they are, and it
-   waits for no link.  So do ours: the tier in which everything fits is the memory that is computed in.  The
-   figure is what hooks, leases and books take beside the same collectives and the same optimizer, with
-   nothing to win by fetching ahead.  It says nothing of a GPU, where the policy copies each shard in for
-   forward and for backward, each gradient out, and steps on the host.
+   waits for no link.  So do ours: the tier in which everything fits is the memory that is computed in, and
+   nothing is to be won by fetching ahead.  What hooks, leases and books take is in the figure, and what is
+   saved as ours gather in memory that processes share, where FSDP sends (ADR 0034).  It says nothing of a
+   GPU, where the policy copies each shard in for forward and for backward, each gradient out, and steps on
+   the host.
 2. `shards-disk`: the disk is the machine's own, and all processes use it at the same time.  Its bandwidth is
    that of plain threads in all of them at once.  A step's floor is the longer of two: the bytes that must
    move, at that bandwidth, and what FSDP2 takes with everything in memory: collectives, products and the

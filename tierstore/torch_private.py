@@ -17,6 +17,7 @@ For none of the attributes there is a public alternative, unless the list names 
   tensors stay in force. In: abandoned_checkpoints.
 - ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers,
   recomputed_inputs, shared_memory.
+- ``_all_gather_comm``: as ``fsdp_own_gather``. In: shared_gathers.
 - ``_apply``: states of metrics, which are no buffers, stay on the host beside an accelerator; ``to`` would
   bring all parameters. In: lightning.
 - ``_backward_hooks``: a user's hook would see a copy of the model that runs once; one that was on a tensor
@@ -46,7 +47,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_fsdp_param_groups``: nobody knows which parameters FSDP gathers together. In: found.
 - ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
   group does. In: row_exchange.
-- ``_get_fsdp_state``: as ``_fsdp_param_groups``. In: found.
+- ``_get_fsdp_state``: as ``_fsdp_param_groups``. In: found, shared_gathers.
 - ``_get_dtype_plan``: of transformers' models: which parameters of a model of half precision keep 32 bits.
   In: transformers_models.
 - ``_hf_hook``: of accelerate's: modules whose parameters its hooks bring and take away train on nothing. In:
@@ -162,6 +163,7 @@ __all__ = [
     "fallthrough_keys",
     "foreach_types_of_optimizers",
     "foreach_types_of_utilities",
+    "fsdp_own_gather",
     "fsdp_param",
     "function_modes",
     "global_forward_hooks",
@@ -429,6 +431,17 @@ def fsdp_param() -> type:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     return FSDPParam
+
+
+def fsdp_own_gather() -> type[Any]:
+    """Return the class by which FSDP gathers unless it is told otherwise.  Importing that takes a second.
+
+    Without it a way to gather that users have set (``set_custom_all_gather``) would be replaced by ours.  No
+    public alternative: ``FSDPModule`` only sets one.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    return DefaultAllGather
 
 
 def compiler_callbacks() -> CompilerCallbacks:

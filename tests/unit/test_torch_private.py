@@ -158,7 +158,7 @@ def test_every_name_says_what_breaks_without_it() -> None:
         for above, line in itertools.pairwise(lines)
         if (found := re.match(r"(from [\w.]+ import )?(\w+)(: .*| = .*|)$", line)) and above.startswith("#")
     }
-    untold = {"CompilerCallbacks", "compiler_callbacks", "fsdp_param", "is_profiling"}
+    untold = {"CompilerCallbacks", "compiler_callbacks", "fsdp_own_gather", "fsdp_param", "is_profiling"}
     unsaid = set(private.__all__) - set(before) - untold
     assert unsaid == set()
 
@@ -455,6 +455,12 @@ def test_fsdp_reads_a_shard_by_one_attribute_of_the_class_that_its_object_has() 
         state = module._get_fsdp_state()
         (group,) = getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
         assert [each.sharded_param for each in group.fsdp_params] == list(module.parameters())
+        assert type(group._all_gather_comm) is private.fsdp_own_gather()
+        assert group.mesh_info == group.post_forward_mesh_info or group.post_forward_mesh_info is None
+        assert group.mesh_info.shard_process_group.size() == 1
+        way = private.fsdp_own_gather()()
+        module.set_custom_all_gather(way)
+        assert group._all_gather_comm is way
         read: list[object] = []
 
         class Reading(private.fsdp_param()):  # type: ignore[misc]

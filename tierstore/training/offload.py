@@ -161,6 +161,8 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                     ) as shards,
                     _joined(settings, given, alone=alone) as ranks,
                 ):
+                    if ranks is not None:
+                        shards.gather_together(model, ranks.where.machine)
                     run = _open(
                         model,
                         optimizers,

@@ -35,10 +35,11 @@ class GatheredGroup(NamedTuple):
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to a module of the model."""
-    return next(_sharded_modules(model), None) is not None
+    return next(sharded_modules(model), None) is not None
 
 
-def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that ``fully_shard`` was applied to, with their names."""
     for name, module in model.named_modules():
         if any(kind.__name__ == _KIND for kind in type(module).__mro__):
             yield name, module
@@ -47,14 +48,14 @@ def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def groups_in(model: nn.Module) -> list[GatheredGroup]:
     """Return the groups of a model, in the order of its modules; several modules may have one together."""
     found: dict[int, GatheredGroup] = {}
-    for name, module in _sharded_modules(model):
-        for group in _groups_of(module._get_fsdp_state()):  # noqa: SLF001 - FSDP has no function for it
+    for name, module in sharded_modules(model):
+        for group in param_groups_of(module._get_fsdp_state()):  # noqa: SLF001 - FSDP has no function for it
             found.setdefault(id(group), GatheredGroup(name or "the model", tuple(group.fsdp_params)))
     return list(found.values())
 
 
-def _groups_of(state: Any) -> list[Any]:  # noqa: ANN401 - ``FSDPState``
-    """Return a state's groups; up to PyTorch 2.11 it has one at most."""
+def param_groups_of(state: Any) -> list[Any]:  # noqa: ANN401 - FSDP's own
+    """Return the groups of a module's state (``FSDPState``); up to PyTorch 2.11 it has one at most."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -68,7 +69,7 @@ def come_to_rest(model: nn.Module) -> None:
     Raises:
         UsageError: the model runs just now.
     """
-    for _, module in _sharded_modules(model):
+    for _, module in sharded_modules(model):
         module.reshard()
     own = set(model.parameters())
     if any(each not in own for group in groups_in(model) for each in group.parameters):

@@ -1,0 +1,249 @@
+"""Gathers of shards in memory that processes share: of any sizes, held for any time, or not possible."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.training.rank_shards import CASES, build, differences, offloaded, train
+from tierstore import torch_private
+from tierstore.training import offload
+from tierstore.training.sharding import shared_gathers
+from tierstore.training.sharding.found import param_groups_of, sharded_modules
+from tierstore.training.sharding.shared_gathers import Segment, SharedGather
+
+_ROUNDS = 150
+_DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.complex64)
+_MOST_HELD = 7
+MODELS = ("plain", "kept after forward", "prefetched by FSDP", "mixed precision, accumulated")
+
+
+@dataclass
+class _Counted:
+    """FSDP's own way to gather, counted."""
+
+    own: Any
+    times: int = 0
+
+    def allocate(self, *size: object, **how: object) -> torch.Tensor:
+        """See `AllGather.allocate`."""
+        return self.own.allocate(*size, **how)  # type: ignore[no-any-return]
+
+    def __call__(self, *given: object, **named: object) -> Any:  # noqa: ANN401 - FSDP's
+        """See `AllGather.__call__`."""
+        self.times += 1
+        return self.own(*given, **named)
+
+
+def _new_gather(machine: str = "one") -> tuple[SharedGather, _Counted]:
+    own = _Counted(torch_private.fsdp_own_gather()())
+    return SharedGather(distributed.group.WORLD, own, machine), own  # type: ignore[arg-type]
+
+
+def _gather(way: SharedGather, numel: int, dtype: torch.dtype, value: int, *, is_async: bool) -> torch.Tensor:
+    """Gather a part of each process's, filled with what tells process and round."""
+    rank, processes = distributed.get_rank(), distributed.get_world_size()
+    whole = way.allocate((processes * numel,), dtype=dtype, device=torch.device("cpu"))
+    assert whole.shape == (processes * numel,)
+    assert whole.dtype == dtype
+    part = whole.narrow(0, rank * numel, numel)
+    part.fill_((value + rank) % 251)
+    group: Any = distributed.group.WORLD
+    work = way(output_tensor=whole, input_tensor=part, group=group, async_op=is_async)
+    assert (work is not None) == is_async
+    if work is not None:
+        work.wait()
+    return whole.view(processes, numel)
+
+
+def _is_whole(found: torch.Tensor, value: int) -> bool:
+    expected = torch.tensor([(value + rank) % 251 for rank in range(len(found))]).to(found.dtype)
+    return bool((found == expected[:, None]).all())
+
+
+def gathers_of_any_sizes(rank: int, processes: int, folder: Path) -> object:
+    """Gather at random; each process lets go of what was gathered at times of its own."""
+    common, mine = random.Random(7), random.Random(100 + rank)
+    way, own = _new_gather()
+    held: list[tuple[torch.Tensor, int]] = []
+    wrong = 0
+    for turn in range(_ROUNDS):
+        # Sizes grow in the end: segments that are too small by then go.
+        numel = common.choice([0, 1, 3, 1000, 40_000, 4000 + 1000 * turn])
+        held.append((_gather(way, numel, common.choice(_DTYPES), turn, is_async=common.random() < 0.3), turn))
+        wrong += sum(not _is_whole(*each) for each in held)
+        if len(held) > _MOST_HELD or mine.random() < 0.5:
+            mine.shuffle(held)
+            del held[mine.randrange(len(held) + 1) :]
+    return {"wrong": wrong, "own": own.times, "turns": _ROUNDS}
+
+
+# ---------------------------------------------------------------------- where they cannot share
+
+
+def gathers_elsewhere(rank: int, processes: int, folder: Path) -> object:
+    """What each obstacle leaves of sharing: how many of 12 gathers go FSDP's own way, and what is wrong."""
+    found: dict[str, object] = {}
+    for name, (fault, at) in _FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            machine = fault(patch, rank, at) or "one"
+            way, own = _new_gather(machine)
+            held: list[tuple[torch.Tensor, int]] = []
+            for turn in range(12):  # each holds one more, and in the end none
+                held.append((_gather(way, 500 + 500 * turn, torch.float32, turn, is_async=False), turn))
+                if turn % 3 == 2:
+                    wrong = [value for whole, value in held if not _is_whole(whole, value)]
+                    assert not wrong, wrong
+                    held.clear()
+            found[name] = own.times
+    found["open files"] = [each for each in _open_files() if "tierstore" in each]
+    return found
+
+
+def _open_files() -> list[str]:
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.append(str(each.readlink()))
+    return found
+
+
+def _no_such_files(patch: pytest.MonkeyPatch, rank: int, at: int) -> None:
+    """The system has no files without a name."""
+    patch.delattr(os, "memfd_create")
+
+
+def _another_file(patch: pytest.MonkeyPatch, rank: int, at: int) -> None:
+    """By the name that it is given the last process opens another file."""
+    real = os.open
+
+    def opened(path: str, *how: int) -> int:
+        if path.startswith("/proc/") and rank == distributed.get_world_size() - 1:
+            return os.memfd_create("another")
+        return real(path, *how)
+
+    patch.setattr(os, "open", opened)
+
+
+def _no_room(patch: pytest.MonkeyPatch, rank: int, at: int) -> None:
+    """There is no memory for the segment with this number."""
+    real, calls = os.posix_fallocate, [0]
+
+    def allocate(*given: int) -> None:
+        calls[0] += 1
+        if calls[0] > at:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        real(*given)
+
+    patch.setattr(os, "posix_fallocate", allocate)
+
+
+def _no_mapping(patch: pytest.MonkeyPatch, rank: int, at: int) -> None:
+    """The last process cannot map the segment with this number."""
+    real, calls = Segment, [0]
+
+    def mapped(file: int, nbytes: int) -> Segment:
+        calls[0] += 1
+        if calls[0] > at and rank == distributed.get_world_size() - 1:
+            raise OSError(errno.ENOMEM, "cannot allocate memory")
+        return real(file, nbytes)
+
+    patch.setattr(shared_gathers, "Segment", mapped)
+
+
+def _other_machine(patch: pytest.MonkeyPatch, rank: int, at: int) -> str:
+    """The last process is on another machine."""
+    return "other" if rank == distributed.get_world_size() - 1 else "one"
+
+
+def _nothing(patch: pytest.MonkeyPatch, rank: int, at: int) -> None:
+    """Nothing is wrong."""
+
+
+_Fault = Callable[[pytest.MonkeyPatch, int, int], str | None]
+_FAULTS: Mapping[str, tuple[_Fault, int]] = {
+    "nothing": (_nothing, 0),
+    "no room": (_no_room, 0),
+    "no room for the third": (_no_room, 2),
+    "no mapping": (_no_mapping, 0),
+    "no mapping of the third": (_no_mapping, 2),
+    "another machine": (_other_machine, 0),
+    "no such files": (_no_such_files, 0),
+    "another file": (_another_file, 0),
+}
+
+
+# ---------------------------------------------------------------------- of models
+
+
+def gathers_of_models(rank: int, processes: int, folder: Path) -> object:
+    """Which models' shards are gathered so, and that it ends with the run."""
+    found: dict[str, object] = {}
+    for name in MODELS:
+        case = CASES[name]
+        plain, ours = build(case, processes), build(case, processes)
+        (place := folder / name.replace(" ", "-")).mkdir(exist_ok=True)
+        with offloaded(ours, case, place):
+            ways = set(_ways(ours.model))
+            for each in (plain, ours):
+                train(each, case, 3, rank)
+            segments = [len(way._segments) for way in ways if isinstance(way, SharedGather)]
+        found[name] = [
+            differences(plain, ours),
+            [type(each).__name__ for each in ways],
+            segments,
+            {type(each).__name__ for each in _ways(ours.model)} == {"DefaultAllGather"},
+        ]
+    found["by hand"] = _gathered_by_hand(rank, processes, folder)
+    return found
+
+
+def _ways(model: Any) -> list[Any]:  # noqa: ANN401 - FSDP's class
+    groups = [
+        group for _, module in sharded_modules(model) for group in param_groups_of(module._get_fsdp_state())
+    ]
+    return [group._all_gather_comm for group in groups]
+
+
+def _gathered_by_hand(rank: int, processes: int, folder: Path) -> object:
+    """More layers are gathered at once than there are segments, and one module has a way of its own."""
+    case = CASES["plain"]
+    plain, ours = build(case, processes), build(case, processes)
+    own = _Counted(torch_private.fsdp_own_gather()())
+    ours.model.set_custom_all_gather(own)
+    (place := folder / "by-hand").mkdir(exist_ok=True)
+    with offloaded(ours, case, place):
+        for life in (plain, ours):
+            handles = [each.unshard(async_op=True) for each in life.model.layers]
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+            train(life, case, 2, rank)
+        kinds = [type(each).__name__ for each in _ways(ours.model)]
+    after = [type(each).__name__ for each in _ways(ours.model)]
+    return [differences(plain, ours), kinds.count("_Counted"), after.count("_Counted"), own.times > 0]
+
+
+def gathers_alone(rank: int, processes: int, folder: Path) -> object:
+    """A run that is none of the others', and one whose groups are others after forward, share nothing."""
+    found = []
+    for alone, reshards in ((True, True), (False, 2)):
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for each in (*model, model):
+            fully_shard(each, reshard_after_forward=reshards)
+        (place := folder / f"{rank}-{alone}").mkdir(exist_ok=True)
+        config = {"device": "cpu", "offload_cpu_size": "4MB", "offload_path": str(place)}
+        with offload(model, None, config, alone=alone):
+            found.append(sorted({type(each).__name__ for each in _ways(model)}))
+    return found

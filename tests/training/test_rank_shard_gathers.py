@@ -1,0 +1,65 @@
+"""Gathers of shards in memory that processes share: the bytes that FSDP's own way brings, or that way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from tests.training.rank_shard_gathers import MODELS
+from tests.training.test_ranks import led
+from tierstore.training.sharding.shared_gathers import MOST_SEGMENTS
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+
+Found = Mapping[str, list[Any]]
+_SCENARIOS = ("gathers_of_any_sizes:4", "gathers_elsewhere:3", "gathers_of_models:2", "gathers_alone:4")
+
+
+@pytest.fixture(scope="module", name="found")
+def _found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    found = led(tmp_path_factory.mktemp("gathers"), *_SCENARIOS)
+    failed = [each for lives in found.values() for each in lives if isinstance(each, str)]
+    assert not failed, failed[0]
+    return found
+
+
+def test_whatever_is_gathered_is_whole_as_long_as_anybody_has_it(found: Found) -> None:
+    lives = found["gathers_of_any_sizes:4"]
+    assert [each["wrong"] for each in lives] == [0] * 4
+    (own,) = {each["own"] for each in lives}
+    assert 0 < own < lives[0]["turns"] * 2 / 3
+
+
+def test_all_go_the_same_way_whoever_cannot_share(found: Found) -> None:
+    (lives,) = {str(each) for each in found["gathers_elsewhere:3"]}
+    each = found["gathers_elsewhere:3"][0]
+    assert lives
+    assert each["nothing"] == 0
+    nowhere = ("no room", "no mapping", "another machine", "no such files", "another file")
+    assert [each[name] for name in nowhere] == [12] * len(nowhere)
+    assert [each[f"{name} the third"] for name in ("no room for", "no mapping of")] == [10] * 2
+
+
+def test_no_file_of_a_segment_stays_open(found: Found) -> None:
+    assert [each["open files"] for each in found["gathers_elsewhere:3"]] == [[]] * 3
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_s_shards_are_gathered_so_until_its_run_ends(found: Found, case: str) -> None:
+    for each in found["gathers_of_models:2"]:
+        differs, kinds, segments, is_own_again = each[case]
+        assert differs == []
+        assert kinds == ["SharedGather"]
+        assert 0 < segments[0] <= MOST_SEGMENTS
+        assert is_own_again
+
+
+def test_a_way_to_gather_that_users_have_set_stays(found: Found) -> None:
+    assert [each["by hand"] for each in found["gathers_of_models:2"]] == [[[], 1, 1, True]] * 2
+
+
+def test_a_run_alone_and_groups_that_are_others_after_forward_gather_as_fsdp_does(found: Found) -> None:
+    assert found["gathers_alone:4"] == [[["DefaultAllGather"]] * 2] * 4
