@@ -23,9 +23,9 @@ from tierstore.planning.simulating import Conditions
 LEVERS = Levers.HIGH | Levers.AHEAD
 """What can be changed once a run has been opened: shares of tiers."""
 
-SPARE = 0.1
-"""Of a step: a placement that moves less may be predicted to take longer by so much.  Predictions are off by
-half of it in the median (figure `planned-step`); the bytes of a step are not."""
+SPARE = 0.15
+"""Of a step: a placement that moves less may be predicted to take longer by so much.  That is what single
+predictions are off by at most (figure `planned-step`); the bytes of a step are not."""
 
 MOST_MOMENTS = 100
 """That are simulated: about a second of one core, measured, within a factor of two."""

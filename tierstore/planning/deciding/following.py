@@ -106,6 +106,9 @@ class Follower:
         choose_residents: says which keys stay where they are, from those that a step used and those of
             gradients among them; ``None``: none do.
         is_there: says whether anything is under a key; ``None``: no new values are made before their time.
+
+    Attributes:
+        residents: the keys that stay where they are, as they were chosen last.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Follower:
         self._gradients: dict[str, None] = {}
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
         self._choose_residents = choose_residents
+        self.residents: frozenset[str] = frozenset()
         self._is_there = is_there
 
     @property
@@ -213,12 +217,12 @@ class Follower:
             self._place.begin_cycle()
             return iter(_NONE)
         choose = self._choose_residents
-        residents = frozenset[str]() if choose is None else choose(accesses, gradients)
+        self.residents = frozenset[str]() if choose is None else choose(accesses, gradients)
         # Its end is what a gradient is kept for, whether anybody looks at it or not.
         plan = plan_from(
             (*accesses, *gradients),
             {next_version(key): key for key in dict.fromkeys(accesses)},
-            residents,
+            self.residents,
         )
         self._followed = accesses
         return self._follow(plan)

@@ -43,6 +43,7 @@ class Driver:
         self._made = {
             use.key for moment in parts.program.moments for use in moment.uses if use.does is Does.MAKE
         }
+        self._made_in_turns = {unit.state for unit in parts.program.units}
         self._phase = Phase.BETWEEN
         self._closing: dict[int, list[tuple[str, bool]]] = {}  # by moment, what closes after it
 
@@ -58,6 +59,9 @@ class Driver:
                 self._store.put(key, datum.nbytes, self._tier(home.tier))
                 if homes_of(self._placement, key).is_pinned:
                     self._windows.pin(key, 0)
+            elif datum.kind is ByteKind.STATE and key not in self._made_in_turns:  # moments use it themselves
+                home = homes_of(self._placement, datum.owner or key).state
+                self._store.put(key, datum.nbytes, self._tier(home.tier))
             elif datum.kind not in _KEPT and key not in self._made:
                 self._own.take(datum)
         self._store.settle()

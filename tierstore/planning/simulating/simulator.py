@@ -244,11 +244,13 @@ class Simulator:
         """Return the keys that stay from step to step."""
         units = {unit.bundle: unit for unit in self._program.units}
         data = self._program.data
+        states = {each.owner: key for key, each in data.items() if each.kind is ByteKind.STATE}
         trained = {}
         for key in dict.fromkeys(accesses):
             if key in data and data[key].kind in (ByteKind.PARAMETERS, ByteKind.BUFFER):
                 unit = units.get(key)
-                state = [] if unit is None or unit.state is None else [unit.state]
+                own = states.get(key) if unit is None else unit.state
+                state = [] if own is None else [own]
                 made = [each for each in (unit.gradients if unit is not None else ()) if each in gradients]
                 kept = (key, *(each for each in state if each in self._store))
                 trained[key] = Trained(
@@ -259,7 +261,8 @@ class Simulator:
                 )
         chosen = self._placement.residents
         if chosen is None:
-            able = [each for each in trained.values() if each.gradients]
+            is_in_backward = self._conditions.optimizer_in_backward
+            able = [each for each in trained.values() if each.gradients or is_in_backward]
             first = self._store.ledger.books.tier_states[0].tier
             chosen = choose_residents(able, first.capacity_bytes).intersection(trained)
         stay = [trained[key] for key in sorted(chosen) if key in trained]

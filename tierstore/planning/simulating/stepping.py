@@ -111,7 +111,7 @@ class OptimizerTurns:
         when = step_time(
             is_aside=is_aside,
             is_stepping=self._is_under_way,
-            is_kept=unit.bundle in (self._placement.residents or ()),
+            is_kept=unit.bundle in (self._placement.residents or self._windows.follower.residents),
             is_allowed_in_backward=device is None or device.allows_steps_in_backward,
         )
         needed = [unit.bundle, *_state(unit)]
