@@ -17,6 +17,9 @@ from tierstore.planning import Placement
 from tierstore.training import Offload, offload
 
 BLOCKS, DIM, BATCH = 12, 1024, 16
+STATES_WRITTEN = 3
+"""Of each parameter: itself and two moments."""
+
 _DIM_STEP = 64
 _QUIET_WITHIN_S = 60.0
 
@@ -64,6 +67,17 @@ class Workload:
     def __str__(self) -> str:
         """Name it by its size."""
         return f"the model of {self.parameter_bytes / 4e6:.1f} M parameters"
+
+
+def least_written_bytes(parameter_bytes: int, quota_bytes: int) -> int:
+    """Return the fewest bytes that a step can write, whatever its order.
+
+    When backward has ended and ``step`` has not begun, every parameter and both its moments have to
+    exist, and every gradient, as ``p.grad`` can be read until it is zeroed.  What host memory does not
+    hold then is on disk, and was written since the step before: Adam gives parameters and moments new
+    values in every step, and backward gives gradients.
+    """
+    return max(0, (STATES_WRITTEN + 1) * parameter_bytes - quota_bytes)
 
 
 def train_step(

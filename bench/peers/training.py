@@ -16,14 +16,12 @@ from bench.peers.result import Result
 from bench.peers.trainees import DEEPSPEED, OURS, PEERS, PLAIN
 from bench.peers.turns import MIB, Heard, ModelSettings, Turns, head, row, take_turns
 from bench.record import Better, Figure
-from bench.workload import Workload
+from bench.workload import STATES_WRITTEN, Workload, least_written_bytes
 
 FULL_HOST_BYTES = 608 * MIB
 """The host quota at full scale: with it the process stays below DeepSpeed's, which is checked."""
 
 _ACROSS_LIBRARIES = 1e-3  # how far losses of another library's Adam may be off, relative
-_STATES_WRITTEN = 3  # of each parameter: itself and two moments
-_GRADIENTS = 1
 
 STEP = Figure(
     "peers-step",
@@ -128,23 +126,12 @@ def compare_losses(losses: Mapping[str, Sequence[float]]) -> list[list[str]]:
 # ---------------------------------------------------------------------- what it comes to
 
 
-def least_written_bytes(parameter_bytes: int, quota_bytes: int) -> int:
-    """Return the fewest bytes that a step can write, whatever its order.
-
-    When backward has ended and ``step`` has not begun, every parameter and both its moments have to
-    exist, and every gradient, as ``p.grad`` can be read until it is zeroed.  What host memory does not
-    hold then is on disk, and was written since the step before: Adam gives parameters and moments new
-    values in every step, and backward gives gradients.
-    """
-    return max(0, (_STATES_WRITTEN + _GRADIENTS) * parameter_bytes - quota_bytes)
-
-
 def least_without_gradients_bytes(parameter_bytes: int, quota_bytes: int) -> int:
     """Return the fewest bytes that a step could write if gradients could go as they come.
 
     No loop of PyTorch's allows that; it is a lower bound all the same, and the one that was used first.
     """
-    return max(0, _STATES_WRITTEN * parameter_bytes - quota_bytes)
+    return max(0, STATES_WRITTEN * parameter_bytes - quota_bytes)
 
 
 def figures(found: Mapping[str, Trained], workload: Workload, quota_bytes: int) -> list[Figure]:

@@ -14,12 +14,12 @@ from torch import distributed
 
 from bench.peers import command, inference, inferrers, shard_peers, training, zero
 from bench.peers.inference import Inferred
-from bench.peers.training import Trained, compare_losses, least_written_bytes
+from bench.peers.training import Trained, compare_losses
 from bench.peers.turns import Turns
 from bench.peers.usage import Usage
 from bench.peers.workers import Absent
 from bench.record import Verdict
-from bench.workload import BATCH, Workload
+from bench.workload import BATCH, Workload, least_written_bytes
 from tests.sampling import too_long_for_ci
 
 MIB = 1024**2

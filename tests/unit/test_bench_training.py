@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import budget, processes, tables, training, watched
+from bench import budget, processes, quotas, tables, training, watched
 from bench.__main__ import MODULES
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
 from tests.sampling import too_long_for_ci, tried
 
-QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS | watched.QUESTIONS
+QUESTIONS = training.QUESTIONS | quotas.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS | watched.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:
