@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,8 @@ def gathers_elsewhere(rank: int, processes: int, folder: Path) -> object:
             machine = fault(patch, rank, at) or "one"
             way, own = _new_gather(machine)
             held: list[tuple[torch.Tensor, int]] = []
-            for turn in range(12):  # each holds one more, and in the end none
-                held.append((_gather(way, 500 + 500 * turn, torch.float32, turn, is_async=False), turn))
+            for turn in range(12):  # three are held at once at most
+                held.append((_gather(way, 500, torch.float32, turn, is_async=False), turn))
                 if turn % 3 == 2:
                     wrong = [value for whole, value in held if not _is_whole(whole, value)]
                     assert not wrong, wrong
@@ -233,6 +234,44 @@ def _gathered_by_hand(rank: int, processes: int, folder: Path) -> object:
         kinds = [type(each).__name__ for each in _ways(ours.model)]
     after = [type(each).__name__ for each in _ways(ours.model)]
     return [differences(plain, ours), kinds.count("_Counted"), after.count("_Counted"), own.times > 0]
+
+
+def gathers_wait_for_nobody(rank: int, processes: int, folder: Path) -> object:
+    """One process gathers ahead before it tells the other one what to do: both go on."""
+    case = CASES["plain"]
+    plain, ours = build(case, processes), build(case, processes)
+    (place := folder / "ahead").mkdir(exist_ok=True)
+    with offloaded(ours, case, place):
+        for _ in range(2):  # with no segment yet, and with some
+            for life in (plain, ours):
+                layers = life.model.layers
+                if rank == 0:
+                    handles = [each.unshard(async_op=True) for each in layers]
+                    distributed.send(torch.ones(1), 1)
+                else:
+                    distributed.recv(torch.ones(1), 0)
+                    handles = [each.unshard(async_op=True) for each in layers]
+                for handle in handles:
+                    handle.wait()
+                train(life, case, 2, rank)
+    return differences(plain, ours)
+
+
+def gathers_amid(rank: int, processes: int, folder: Path) -> object:
+    """Another default device, warnings that are errors, and settings of FSDP's for its own gathers."""
+    case = CASES["plain"]
+    plain, ours = build(case, processes), build(case, processes)
+    (place := folder / "amid").mkdir(exist_ok=True)
+    with offloaded(ours, case, place), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        for life in (plain, ours):
+            train(life, case, 1, rank)
+            with torch.device("meta"):
+                life.losses.append(float(life.model(torch.ones(2, 7, device="cpu")).sum()))
+            life.model.set_allocate_memory_from_process_group_for_comm(False)
+            train(life, case, 1, rank, 1)
+        kinds = sorted({type(each).__name__ for each in _ways(ours.model)})
+    return [differences(plain, ours), kinds]
 
 
 def gathers_alone(rank: int, processes: int, folder: Path) -> object:

@@ -7,9 +7,12 @@ gloo sends the shard of each process to every other one through the kernel.  On 
 2. A segment is lent again when nobody in any process refers to it.  Each says at a meeting which of them it
    does not refer to, so that all choose the same one without a question: they gather in the same order, as
    for any collective.
-3. Where processes cannot share, everything goes FSDP's own way: they are on several machines, there is no
+3. Nothing waits where FSDP would not.  What is gathered with ``async_op`` meets the others behind the
+   program's back, and tells nobody anything: when that has ended is not the same everywhere.  Segments are
+   made behind a gather that has waited for all, for those to come.
+4. Where processes cannot share, everything goes FSDP's own way: they are on several machines, there is no
    room, or more gathers are under way at once than there are segments.  All of them see that it is so.
-4. A segment is a file without a name, of memory: it goes with the last process that has mapped it, whatever
+5. A segment is a file without a name, of memory: it goes with the last process that has mapped it, whatever
    ends them.
 """
 
@@ -31,6 +34,9 @@ from torch import distributed, nn
 from tierstore.planning.homes import CPU
 from tierstore.torch_private import fsdp_own_gather
 from tierstore.training.sharding.found import param_groups_of, sharded_modules
+
+_OwnGather: Any = fsdp_own_gather()  # the base class: settings of FSDP's replace what is one of these
+_gather_small = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # new in 2.13
 
 MOST_SEGMENTS = 4
 """Gathers that may be under way at once: in forward FSDP keeps the one before, and has the next one begin."""
@@ -93,7 +99,7 @@ class Segment:
         return not self.is_free and tensor.untyped_storage().data_ptr() == self._address
 
 
-class SharedGather:
+class SharedGather(_OwnGather):  # type: ignore[misc]  # importing it for its type takes a second
     """FSDP's way to gather within one group of processes of one machine.
 
     Args:
@@ -111,16 +117,16 @@ class SharedGather:
         self._group = group
         self._segments: list[Segment] = []
         self._can_share = True
-        self._told: torch.Tensor | None = None  # of the last meeting, if nobody has looked yet
-        self._meeting: distributed.Work | None = None
+        self._lacking_bytes = 0  # of a segment that would have been lent, if there had been one
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `AllGather.allocate`.  Processes meet where there is a new segment to be mapped."""
+        """See `AllGather.allocate`."""
         nbytes = math.prod(size) * dtype.itemsize
-        segment = self._segment_of(nbytes) if nbytes else None
-        if segment is None:
+        fitting = [each for each in self._segments if each.is_nobodys and each.nbytes >= nbytes > 0]
+        self._lacking_bytes = 0 if fitting else nbytes
+        if not fitting:
             return self.own.allocate(size, dtype=dtype, device=device)
-        return segment.lend(nbytes).view(dtype).view(*size)
+        return min(fitting, key=lambda each: each.nbytes).lend(nbytes).view(dtype).view(*size)
 
     def __call__(
         self,
@@ -130,55 +136,48 @@ class SharedGather:
         async_op: bool = False,
     ) -> distributed.Work | None:
         """See `AllGather.__call__`."""
-        if not any(each.holds(output_tensor) for each in self._segments):
+        if any(each.holds(output_tensor) for each in self._segments):
+            part = output_tensor.view(group.size(), -1)[group.rank()]
+            if part.data_ptr() != input_tensor.data_ptr():
+                part.copy_(input_tensor.view(-1))
+            return self._meet(is_awaited=not async_op)
+        work = self.own(output_tensor, input_tensor, group, async_op)
+        if not async_op:  # all are here
             if self._segments:
                 self._meet()  # else nobody would ever know that one is free
-            return self.own(output_tensor, input_tensor, group, async_op)
-        part = output_tensor.view(group.size(), -1)[group.rank()]
-        if part.data_ptr() != input_tensor.data_ptr():
-            part.copy_(input_tensor.view(-1))
-        return self._meet(async_op=async_op)
+            if self._lacking_bytes and self._can_share:
+                self._add(self._lacking_bytes)
+        return work
 
-    # --- which segment ------------------------------------------------------------------------
+    def _meet(self, *, is_awaited: bool = True) -> distributed.Work | None:
+        """Let all others come, and say which segments nothing here refers to.
 
-    def _segment_of(self, nbytes: int) -> Segment | None:
-        """Return one that is nobody's, the same in all processes; ``None``: there is none."""
-        self._look()
-        if not self._can_share:
-            return None
-        free = [each for each in self._segments if each.is_nobodys]
-        fitting = [each for each in free if each.nbytes >= nbytes]
-        if fitting:
-            return min(fitting, key=lambda each: each.nbytes)
-        for small in free:
-            self._segments.remove(small)
-        if len(self._segments) == MOST_SEGMENTS:
-            return None
-        return self._new(nbytes)
-
-    def _meet(self, *, async_op: bool = False) -> distributed.Work | None:
-        """Wait for all others; say which segments nothing here refers to."""
-        mine = torch.tensor([each.is_free for each in self._segments], dtype=torch.uint8)
-        self._told = mine.new_empty(self._group.size() * len(mine))
-        self._meeting = distributed.all_gather_into_tensor(
-            self._told, mine, group=self._group, async_op=async_op
-        )
-        return self._meeting
-
-    def _look(self) -> None:
-        """See what all have said at the last meeting."""
-        if self._meeting is not None:
-            self._meeting.wait()
-        if self._told is not None:
-            said = self._told.view(self._group.size(), -1).all(dim=0).tolist()
+        Args:
+            is_awaited: whether to wait for them; else what is returned has to be waited for, and what they
+                say is not listened to.
+        """
+        mine = torch.tensor([each.is_free for each in self._segments], dtype=torch.uint8, device="cpu")
+        told = mine.new_empty(self._group.size() * len(mine))
+        work: distributed.Work | None = _gather_small(told, mine, group=self._group, async_op=not is_awaited)
+        if is_awaited:
+            said = told.view(self._group.size(), -1).all(dim=0).tolist()
             for segment, is_nobodys in zip(self._segments, said, strict=True):
                 segment.is_nobodys = bool(is_nobodys)
-        self._told = self._meeting = None
+        return work
 
     # --- new segments -------------------------------------------------------------------------
 
-    def _new(self, nbytes: int) -> Segment | None:
-        """Return one that all have mapped; ``None``: not all of them can, and nothing is shared any more."""
+    def _add(self, nbytes: int) -> None:
+        """Have another segment, in place of those that are nobody's, as they are too small."""
+        self._segments = [each for each in self._segments if not each.is_nobodys or each.nbytes >= nbytes]
+        if len(self._segments) == MOST_SEGMENTS:
+            return
+        segment = self._mapped_by_all(nbytes)
+        self._can_share = segment is not None
+        self._segments = [] if segment is None else [*self._segments, segment]
+
+    def _mapped_by_all(self, nbytes: int) -> Segment | None:
+        """Return a new segment; ``None``: not all can map it."""
         is_first = self._group.rank() == 0
         with contextlib.ExitStack() as files:
             offer: Offer | None = None
@@ -191,13 +190,7 @@ class SharedGather:
             if offer is not None and not is_first and {machine for machine, _ in told} == {self._machine}:
                 with contextlib.suppress(OSError):
                     segment = _taken_up(offer, nbytes)
-            self._can_share = all(self._all_of(segment is not None))
-        if not self._can_share:
-            self._segments.clear()
-            return None
-        assert segment is not None
-        self._segments.append(segment)
-        return segment
+            return segment if all(self._all_of(segment is not None)) else None
 
     def _all_of(self, mine: Any) -> list[Any]:  # noqa: ANN401 - whatever it is
         found: list[Any] = [None] * self._group.size()
