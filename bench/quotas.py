@@ -40,7 +40,6 @@ class UnderQuota:
     """What steps under one quota came to; lists are by round.
 
     Attributes:
-        share: of the need that host memory holds.
         least_bytes: that each step has to read, and to write.
         plain_s: of plain PyTorch.
         step_s: of ours.
@@ -48,7 +47,6 @@ class UnderQuota:
         bytes_s: what these take at the bandwidth of plain threads in the same round.
     """
 
-    share: float
     least_bytes: int
     plain_s: Sequence[float]
     step_s: Sequence[float]
@@ -125,7 +123,7 @@ def _trained(share: float, settings: Settings) -> UnderQuota:
     moved = list(zip(found["read"], found["written"], strict=True))
     bytes_s = [sum(each) / raw_bytes * mix_s for each, mix_s in zip(moved, found["mix"], strict=True)]
     least_bytes = least_written_bytes(workload.parameter_bytes, quota_bytes)
-    return UnderQuota(share, least_bytes, found["plain"], found["step"], moved, bytes_s)
+    return UnderQuota(least_bytes, found["plain"], found["step"], moved, bytes_s)
 
 
 def _moved(ours: Trainee) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class ModelShards:
         for param in self._params:
             put_on(param)
 
-    def gather_together(self, model: nn.Module, machine: str) -> None:
+    def share_gathers(self, model: nn.Module, machine: str) -> None:
         """Let FSDP gather shards in memory that processes share; all of them call it.
 
         Args:
@@ -130,8 +130,8 @@ class NoShards:
     def take_over(self) -> None:
         """See `ModelShards.take_over`."""
 
-    def gather_together(self, model: nn.Module, machine: str) -> None:
-        """See `ModelShards.gather_together`."""
+    def share_gathers(self, model: nn.Module, machine: str) -> None:
+        """See `ModelShards.share_gathers`."""
 
     def remove(self) -> None:
         """See `ModelShards.remove`."""

@@ -79,7 +79,6 @@ class Segment:
         self.is_nobodys = True
         self._memory = mmap.mmap(file, nbytes)
         self._lent: weakref.ref[Any] | None = None
-        self._address = 0
 
     @property
     def is_free(self) -> bool:
@@ -90,13 +89,12 @@ class Segment:
         """Return its first bytes; it is lent as long as any tensor has them."""
         memory = np.frombuffer(self._memory, np.uint8, nbytes)
         self._lent, self.is_nobodys = weakref.ref(memory), False
-        lent = torch.from_numpy(memory)
-        self._address = lent.data_ptr()
-        return lent
+        return torch.from_numpy(memory)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is what was lent."""
-        return not self.is_free and tensor.untyped_storage().data_ptr() == self._address
+        memory = None if self._lent is None else self._lent()
+        return memory is not None and tensor.untyped_storage().data_ptr() == memory.ctypes.data
 
 
 class SharedGather(_OwnGather):  # type: ignore[misc]  # importing it for its type takes a second
@@ -266,12 +264,10 @@ class SharedGathers:
 
     def _way_of(self, params: Any) -> SharedGather | None:  # noqa: ANN401 - ``FSDPParamGroup``
         own, mesh = params._all_gather_comm, params.mesh_info  # noqa: SLF001 - FSDP only sets it
-        if isinstance(own, SharedGather):  # of another module of the same group of parameters
-            return None
         group = getattr(mesh, "shard_process_group", None)
         after = params.post_forward_mesh_info
         if (
-            type(own) is not fsdp_own_gather()
+            type(own) is not _OwnGather  # somebody's, or ours for another module of the group
             or params.device.type != CPU
             or group is None
             or group.size() == 1
