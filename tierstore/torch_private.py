@@ -17,7 +17,7 @@ For none of the attributes there is a public alternative, unless the list names 
   tensors stay in force. In: abandoned_checkpoints.
 - ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers,
   recomputed_inputs, shared_memory.
-- ``_all_gather_comm``: as ``fsdp_own_gather``. In: shared_gathers.
+- ``_all_gather_comm``: as ``fsdp_own_gather``. In: shared_collectives.
 - ``_apply``: states of metrics, which are no buffers, stay on the host beside an accelerator; ``to`` would
   bring all parameters. In: lightning.
 - ``_backward_hooks``: a user's hook would see a copy of the model that runs once; one that was on a tensor
@@ -47,7 +47,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_fsdp_param_groups``: nobody knows which parameters FSDP gathers together. In: found.
 - ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
   group does. In: row_exchange.
-- ``_get_fsdp_state``: as ``_fsdp_param_groups``. In: found, shared_gathers.
+- ``_get_fsdp_state``: as ``_fsdp_param_groups``. In: found, shared_collectives.
 - ``_get_dtype_plan``: of transformers' models: which parameters of a model of half precision keep 32 bits.
   In: transformers_models.
 - ``_hf_hook``: of accelerate's: modules whose parameters its hooks bring and take away train on nothing. In:
@@ -78,6 +78,7 @@ For none of the attributes there is a public alternative, unless the list names 
   In: in_backward, tensor_slots.
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
+- ``_reduce_scatter_comm``: as ``fsdp_own_reduction``. In: shared_collectives.
 - ``_reset_parameters``: ``nn.MultiheadAttention`` and ``nn.Transformer`` have no initial values. In:
   initial_values.
 - ``_schema``: nobody knows what an operator writes. In: looks, memory, modes, operator_names,
@@ -164,6 +165,7 @@ __all__ = [
     "foreach_types_of_optimizers",
     "foreach_types_of_utilities",
     "fsdp_own_gather",
+    "fsdp_own_reduction",
     "fsdp_param",
     "function_modes",
     "global_forward_hooks",
@@ -442,6 +444,17 @@ def fsdp_own_gather() -> type[Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
     return DefaultAllGather
+
+
+def fsdp_own_reduction() -> type[Any]:
+    """Return the class by which FSDP reduces unless it is told otherwise.  Importing that takes a second.
+
+    Without it a way to reduce that users have set (``set_custom_reduce_scatter``) would be replaced by ours.
+    No public alternative: ``FSDPModule`` only sets one.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    return DefaultReduceScatter
 
 
 def compiler_callbacks() -> CompilerCallbacks:

@@ -1,4 +1,4 @@
-"""Gathers of shards in memory that processes share: of any sizes, held for any time, or not possible."""
+"""Gathers and sums in memory that processes share: of any sizes, held for any time, or not possible."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from tests.training.rank_shards import CASES, build, differences, offloaded, train
 from tierstore import torch_private
 from tierstore.training import offload
-from tierstore.training.sharding import shared_gathers
+from tierstore.training.sharding import shared_reductions, shared_segments
 from tierstore.training.sharding.found import param_groups_of, sharded_modules
-from tierstore.training.sharding.shared_gathers import Segment, SharedGather
+from tierstore.training.sharding.shared_gathers import SharedGather
+from tierstore.training.sharding.shared_reductions import SharedReduction, Stretch
+from tierstore.training.sharding.shared_segments import Segment
 
 _ROUNDS = 150
 _DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.complex64)
@@ -31,25 +33,32 @@ MODELS = ("plain", "kept after forward", "prefetched by FSDP", "mixed precision,
 
 
 @dataclass
-class _Counted:
-    """FSDP's own way to gather, counted."""
+class Counted:
+    """Times that processes communicate FSDP's own way, as long as ``patch`` lasts."""
 
-    own: Any
     times: int = 0
 
-    def allocate(self, *size: object, **how: object) -> torch.Tensor:
-        """See `AllGather.allocate`."""
-        return self.own.allocate(*size, **how)  # type: ignore[no-any-return]
+    @classmethod
+    def of(cls, patch: pytest.MonkeyPatch, kind: type[Any]) -> Counted:
+        """Count the calls of FSDP's ``kind``."""
+        found, own = cls(), kind.__call__
 
-    def __call__(self, *given: object, **named: object) -> Any:  # noqa: ANN401 - FSDP's
-        """See `AllGather.__call__`."""
-        self.times += 1
-        return self.own(*given, **named)
+        def call(self: object, *given: object, **named: object) -> object:
+            found.times += 1
+            return own(self, *given, **named)
+
+        patch.setattr(kind, "__call__", call)
+        return found
 
 
-def _new_gather(machine: str = "one") -> tuple[SharedGather, _Counted]:
-    own = _Counted(torch_private.fsdp_own_gather()())
-    return SharedGather(distributed.group.WORLD, own, machine), own  # type: ignore[arg-type]
+class SomebodysGather(torch_private.fsdp_own_gather()):  # type: ignore[misc]
+    """A way to gather that users have set."""
+
+
+def group_of_all() -> distributed.ProcessGroup:
+    """Return the group of all processes."""
+    group: Any = distributed.group.WORLD
+    return group  # type: ignore[no-any-return]
 
 
 def _gather(way: SharedGather, numel: int, dtype: torch.dtype, value: int, *, is_async: bool) -> torch.Tensor:
@@ -60,8 +69,7 @@ def _gather(way: SharedGather, numel: int, dtype: torch.dtype, value: int, *, is
     assert whole.dtype == dtype
     part = whole.narrow(0, rank * numel, numel)
     part.fill_((value + rank) % 251)
-    group: Any = distributed.group.WORLD
-    work = way(output_tensor=whole, input_tensor=part, group=group, async_op=is_async)
+    work = way(output_tensor=whole, input_tensor=part, group=group_of_all(), async_op=is_async)
     assert (work is not None) == is_async
     if work is not None:
         work.wait()
@@ -76,17 +84,19 @@ def _is_whole(found: torch.Tensor, value: int) -> bool:
 def gathers_of_any_sizes(rank: int, processes: int, folder: Path) -> object:
     """Gather at random; each process lets go of what was gathered at times of its own."""
     common, mine = random.Random(7), random.Random(100 + rank)
-    way, own = _new_gather()
+    way = SharedGather(group_of_all(), "one")
     held: list[tuple[torch.Tensor, int]] = []
     wrong = 0
-    for turn in range(_ROUNDS):
-        # Sizes grow in the end: segments that are too small by then go.
-        numel = common.choice([0, 1, 3, 1000, 40_000, 4000 + 1000 * turn])
-        held.append((_gather(way, numel, common.choice(_DTYPES), turn, is_async=common.random() < 0.3), turn))
-        wrong += sum(not _is_whole(*each) for each in held)
-        if len(held) > _MOST_HELD or mine.random() < 0.5:
-            mine.shuffle(held)
-            del held[mine.randrange(len(held) + 1) :]
+    with pytest.MonkeyPatch.context() as patch:
+        own = Counted.of(patch, torch_private.fsdp_own_gather())
+        for turn in range(_ROUNDS):
+            # Sizes grow in the end: segments that are too small by then go.
+            numel, dtype = common.choice([0, 1, 3, 1000, 40_000, 4000 + 1000 * turn]), common.choice(_DTYPES)
+            held.append((_gather(way, numel, dtype, turn, is_async=common.random() < 0.3), turn))
+            wrong += sum(not _is_whole(*each) for each in held)
+            if len(held) > _MOST_HELD or mine.random() < 0.5:
+                mine.shuffle(held)
+                del held[mine.randrange(len(held) + 1) :]
     return {"wrong": wrong, "own": own.times, "turns": _ROUNDS}
 
 
@@ -98,8 +108,8 @@ def gathers_elsewhere(rank: int, processes: int, folder: Path) -> object:
     found: dict[str, object] = {}
     for name, (fault, at) in _FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
-            machine = fault(patch, rank, at) or "one"
-            way, own = _new_gather(machine)
+            way = SharedGather(group_of_all(), fault(patch, rank, at) or "one")
+            own = Counted.of(patch, torch_private.fsdp_own_gather())
             held: list[tuple[torch.Tensor, int]] = []
             for turn in range(12):  # three are held at once at most
                 held.append((_gather(way, 500, torch.float32, turn, is_async=False), turn))
@@ -160,7 +170,7 @@ def _no_mapping(patch: pytest.MonkeyPatch, rank: int, at: int) -> None:
             raise OSError(errno.ENOMEM, "cannot allocate memory")
         return real(file, nbytes)
 
-    patch.setattr(shared_gathers, "Segment", mapped)
+    patch.setattr(shared_segments, "Segment", mapped)
 
 
 def _other_machine(patch: pytest.MonkeyPatch, rank: int, at: int) -> str:
@@ -185,6 +195,73 @@ _FAULTS: Mapping[str, tuple[_Fault, int]] = {
 }
 
 
+# ---------------------------------------------------------------------- sums
+
+
+def sums_of_any_sizes(rank: int, processes: int, folder: Path) -> object:
+    """Reduce at random as FSDP does and as gloo does: how many differ, and how many went FSDP's own way."""
+    common, mine = random.Random(11), random.Random(200 + rank)
+    way = SharedReduction(group_of_all(), "one")
+    held: list[torch.Tensor] = []
+    differ, most_bytes = [], 1 << 20
+    with pytest.MonkeyPatch.context() as patch:
+        own = Counted.of(patch, torch_private.fsdp_own_reduction())
+        for turn in range(_ROUNDS):
+            dtype = common.choice(_SUMMED)
+            numel = common.choice([0, 1, 3, 7, 1000, common.randrange(1, 3000), common.randrange(1, 90_000)])
+            if turn % 25 == 24:  # gloo cuts these into more segments
+                numel = 2 * most_bytes // dtype.itemsize + common.randrange(1000)
+            op = common.choice(_OPERATIONS if dtype.is_floating_point else _OPERATIONS[:2])
+            values = torch.Generator().manual_seed(1000 * turn + rank)
+            given = torch.randn(processes * numel, generator=values, dtype=torch.float64).to(dtype)
+            ours, theirs = _reduced(way, given, op), given.new_empty(numel)
+            distributed.reduce_scatter_tensor(theirs, given.clone(), op=op)
+            if not torch.equal(ours[1], theirs):
+                differ.append([turn, numel, str(dtype), str(op)])
+            held.append(ours[0])
+            if len(held) > 1 or mine.random() < 0.5:  # FSDP keeps one until the next
+                held.clear()
+    return {"differ": differ, "own": own.times, "turns": _ROUNDS}
+
+
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
+_OPERATIONS = (distributed.ReduceOp.SUM, distributed.ReduceOp.MAX, distributed.ReduceOp.AVG)
+
+
+def _reduced(
+    way: SharedReduction,
+    given: torch.Tensor,
+    op: Any,  # noqa: ANN401 - no class of PyTorch's
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what was reduced, and this process's part of the outcome, as FSDP asks for them."""
+    cpu = torch.device("cpu")
+    whole = way.allocate(given.shape, dtype=given.dtype, device=cpu)
+    whole.copy_(given)
+    part = way.allocate((len(given) // distributed.get_world_size(),), dtype=given.dtype, device=cpu)
+    if (work := way(part, whole, group_of_all(), op)) is not None:
+        work.wait()
+    assert torch.equal(whole, given)
+    return whole, part
+
+
+def sums_in_another_order(rank: int, processes: int, folder: Path) -> object:
+    """One process finds that gloo adds in another order: which ways a run has then."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for each in (*model, model):
+        fully_shard(each)
+    config = {"device": "cpu", "offload_cpu_size": "4MB", "offload_path": str(folder)}
+    real = shared_reductions.stretches
+
+    def another(numel: int, itemsize: int, rank_of: int, count: int) -> Iterator[Stretch]:
+        for each in real(numel, itemsize, rank_of, count):
+            yield Stretch(each.start, each.stop, each.order[::-1] if rank == 1 else each.order)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_reductions, "stretches", another)
+        with offload(model, None, config):
+            return sorted({type(each).__name__ for each in _ways(model)})
+
+
 # ---------------------------------------------------------------------- of models
 
 
@@ -199,32 +276,36 @@ def gathers_of_models(rank: int, processes: int, folder: Path) -> object:
             ways = set(_ways(ours.model))
             for each in (plain, ours):
                 train(each, case, 3, rank)
-            segments = [len(way._segments) for way in ways if isinstance(way, SharedGather)]
+            segments = [len(way._segments) for way in ways]
         found[name] = [
             differences(plain, ours),
-            [type(each).__name__ for each in ways],
+            sorted(type(each).__name__ for each in ways),
             segments,
-            {type(each).__name__ for each in _ways(ours.model)} == {"DefaultAllGather"},
+            {type(each).__name__ for each in _ways(ours.model)}
+            == {"DefaultAllGather", "DefaultReduceScatter"},
         ]
     found["by hand"] = _gathered_by_hand(rank, processes, folder)
     return found
 
 
 def _ways(model: Any) -> list[Any]:  # noqa: ANN401 - FSDP's class
-    groups = [
-        group for _, module in sharded_modules(model) for group in param_groups_of(module._get_fsdp_state())
+    """Return the ways in which FSDP gathers and reduces for each of its groups."""
+    return [
+        way
+        for _, module in sharded_modules(model)
+        for group in param_groups_of(module._get_fsdp_state())
+        for way in (group._all_gather_comm, group._reduce_scatter_comm)
     ]
-    return [group._all_gather_comm for group in groups]
 
 
 def _gathered_by_hand(rank: int, processes: int, folder: Path) -> object:
     """More layers are gathered at once than there are segments, and one module has a way of its own."""
     case = CASES["plain"]
     plain, ours = build(case, processes), build(case, processes)
-    own = _Counted(torch_private.fsdp_own_gather()())
-    ours.model.set_custom_all_gather(own)
+    ours.model.set_custom_all_gather(SomebodysGather())
     (place := folder / "by-hand").mkdir(exist_ok=True)
-    with offloaded(ours, case, place):
+    with pytest.MonkeyPatch.context() as patch, offloaded(ours, case, place):
+        theirs = Counted.of(patch, SomebodysGather)
         for life in (plain, ours):
             handles = [each.unshard(async_op=True) for each in life.model.layers]
             for handle in handles:
@@ -233,7 +314,8 @@ def _gathered_by_hand(rank: int, processes: int, folder: Path) -> object:
             train(life, case, 2, rank)
         kinds = [type(each).__name__ for each in _ways(ours.model)]
     after = [type(each).__name__ for each in _ways(ours.model)]
-    return [differences(plain, ours), kinds.count("_Counted"), after.count("_Counted"), own.times > 0]
+    name = SomebodysGather.__name__
+    return [differences(plain, ours), kinds.count(name), after.count(name), theirs.times > 0]
 
 
 def gathers_wait_for_nobody(rank: int, processes: int, folder: Path) -> object:

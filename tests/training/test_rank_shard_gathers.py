@@ -1,4 +1,4 @@
-"""Gathers of shards in memory that processes share: the bytes that FSDP's own way brings, or that way."""
+"""Gathers and sums in memory that processes share: the bytes that FSDP's own ways bring, or those ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import distributed
 
 from tests.training.rank_shard_gathers import MODELS
 from tests.training.test_ranks import led
-from tierstore.training.sharding.shared_gathers import MOST_SEGMENTS
+from tierstore.training.sharding.shared_segments import MOST_SEGMENTS
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
@@ -22,6 +22,10 @@ _SCENARIOS = (
     "gathers_wait_for_nobody:2",
     "gathers_amid:2",
     "gathers_alone:4",
+    "sums_of_any_sizes:2",
+    "sums_of_any_sizes:3",
+    "sums_of_any_sizes:5",
+    "sums_in_another_order:3",
 )
 
 
@@ -59,8 +63,8 @@ def test_a_model_s_shards_are_gathered_so_until_its_run_ends(found: Found, case:
     for each in found["gathers_of_models:2"]:
         differs, kinds, segments, is_own_again = each[case]
         assert differs == []
-        assert kinds == ["SharedGather"]
-        assert 0 < segments[0] <= MOST_SEGMENTS
+        assert kinds == ["SharedGather", "SharedReduction"]
+        assert all(0 < count <= MOST_SEGMENTS for count in segments)
         assert is_own_again
 
 
@@ -73,8 +77,27 @@ def test_gathers_ahead_wait_for_nobody(found: Found) -> None:
 
 
 def test_default_devices_warnings_and_settings_of_fsdp_are_as_without_tiers(found: Found) -> None:
-    assert found["gathers_amid:2"] == [[[], ["DefaultAllGather", "SharedGather"]]] * 2
+    assert (
+        found["gathers_amid:2"]
+        == [[[], ["DefaultAllGather", "DefaultReduceScatter", "SharedGather", "SharedReduction"]]] * 2
+    )
 
 
 def test_a_run_alone_and_groups_that_are_others_after_forward_gather_as_fsdp_does(found: Found) -> None:
-    assert found["gathers_alone:4"] == [[["DefaultAllGather"]] * 2] * 4
+    assert (
+        found["gathers_alone:4"]
+        == [[["DefaultAllGather", "DefaultReduceScatter"], ["DefaultAllGather", "SharedReduction"]]] * 4
+    )
+
+
+@pytest.mark.parametrize("processes", [2, 3, 5])
+def test_sums_are_those_of_gloo_bit_for_bit(found: Found, processes: int) -> None:
+    for each in found[f"sums_of_any_sizes:{processes}"]:
+        assert each["differ"] == []
+        assert (
+            0 < each["own"] < each["turns"] * 4 / 5
+        )  # two types in five and an operation in three are gloo's
+
+
+def test_where_gloo_adds_in_another_order_all_reduce_as_fsdp_does(found: Found) -> None:
+    assert found["sums_in_another_order:3"] == [["DefaultReduceScatter", "SharedGather"]] * 3

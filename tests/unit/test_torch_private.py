@@ -158,7 +158,14 @@ def test_every_name_says_what_breaks_without_it() -> None:
         for above, line in itertools.pairwise(lines)
         if (found := re.match(r"(from [\w.]+ import )?(\w+)(: .*| = .*|)$", line)) and above.startswith("#")
     }
-    untold = {"CompilerCallbacks", "compiler_callbacks", "fsdp_own_gather", "fsdp_param", "is_profiling"}
+    untold = {
+        "CompilerCallbacks",
+        "compiler_callbacks",
+        "fsdp_own_gather",
+        "fsdp_own_reduction",
+        "fsdp_param",
+        "is_profiling",
+    }
     unsaid = set(private.__all__) - set(before) - untold
     assert unsaid == set()
 
@@ -461,6 +468,10 @@ def test_fsdp_reads_a_shard_by_one_attribute_of_the_class_that_its_object_has() 
         way = private.fsdp_own_gather()()
         module.set_custom_all_gather(way)
         assert group._all_gather_comm is way
+        assert type(group._reduce_scatter_comm) is private.fsdp_own_reduction()
+        summing = private.fsdp_own_reduction()()
+        module.set_custom_reduce_scatter(summing)
+        assert group._reduce_scatter_comm is summing
         read: list[object] = []
 
         class Reading(private.fsdp_param()):  # type: ignore[misc]

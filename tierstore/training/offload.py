@@ -162,7 +162,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                     _joined(settings, given, alone=alone) as ranks,
                 ):
                     if ranks is not None:
-                        shards.share_gathers(model, ranks.where.machine)
+                        shards.share_collectives(model, ranks.where.machine)
                     run = _open(
                         model,
                         optimizers,

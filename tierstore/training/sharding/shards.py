@@ -58,7 +58,7 @@ class ModelShards:
         self._params = [
             each for group in self.groups for each in group.params if each.sharded_param not in ignored
         ]
-        self._gathers = contextlib.ExitStack()
+        self._collectives = contextlib.ExitStack()
         self.has_ignored = len(self._params) < sum(len(group.params) for group in self.groups)
         taken = {each.sharded_param for each in self._params}
         self.group_of: Mapping[torch.Tensor, int] = {
@@ -75,22 +75,22 @@ class ModelShards:
         for param in self._params:
             put_on(param)
 
-    def share_gathers(self, model: nn.Module, machine: str) -> None:
-        """Let FSDP gather shards in memory that processes share; all of them call it.
+    def share_collectives(self, model: nn.Module, machine: str) -> None:
+        """Let FSDP gather and reduce in memory that processes share; all of them call it.
 
         Args:
             model: theirs.
             machine: what tells this process's machine from others.
         """
-        from tierstore.training.sharding.shared_gathers import SharedGathers
+        from tierstore.training.sharding.shared_collectives import SharedCollectives
 
-        self._gathers.callback(SharedGathers(model, machine).remove)
+        self._collectives.callback(SharedCollectives(model, machine).remove)
 
     def remove(self) -> None:
         """Let FSDP have the shards itself again.  Idempotent."""
         from tierstore.training.sharding.tiered_params import take_off
 
-        self._gathers.close()
+        self._collectives.close()
         while self._params:
             take_off(self._params.pop())
 
@@ -130,8 +130,8 @@ class NoShards:
     def take_over(self) -> None:
         """See `ModelShards.take_over`."""
 
-    def share_gathers(self, model: nn.Module, machine: str) -> None:
-        """See `ModelShards.share_gathers`."""
+    def share_collectives(self, model: nn.Module, machine: str) -> None:
+        """See `ModelShards.share_collectives`."""
 
     def remove(self) -> None:
         """See `ModelShards.remove`."""
