@@ -83,6 +83,9 @@ class SharedReduction(_OwnReduction):  # type: ignore[misc]  # importing it for 
             add_up(parts, output_tensor.view(-1), group.rank())
             if op == distributed.ReduceOp.AVG:
                 output_tensor.div_(group.size())
+        parts.clear()
+        self._segments.meet()  # all have read
+        segment.take_back()
         return None
 
 

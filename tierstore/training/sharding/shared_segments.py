@@ -60,8 +60,12 @@ class Segment:
         self._lent, self.is_nobodys = weakref.ref(memory), False
         return torch.from_numpy(memory)
 
+    def take_back(self) -> None:
+        """Have it be nobody's, as all do at once, whoever still refers to it: nobody looks at it any more."""
+        self._lent, self.is_nobodys = None, True
+
     def bytes_at(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return bytes of it that no process writes; to be let go of before this one meets others again."""
+        """Return bytes of it that no process writes; to be let go of before others are met again."""
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8, nbytes, start))
 
     def holds(self, tensor: torch.Tensor) -> bool:
