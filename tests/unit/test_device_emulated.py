@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tierstore.errors import BackendError, CapacityError, ConfigError
 from tierstore.spi import AddressableSlot, Medium, Slot, device_storage_listeners
 from tierstore.testing.conformance import contents, pattern, stored, succeed
 from tierstore.units import KIB, MIB
 from tierstore_backends.device import EmulatedDevice, open_backend
-from tierstore_backends.device.arena import RECYCLED_FROM_BYTES, Arena
+from tierstore_backends.device.arena import RECYCLED_FROM_BYTES, Arena, ArenaBlock
 
 
 def _memory(slot: Slot) -> torch.Tensor:
@@ -38,11 +40,57 @@ def test_large_memory_is_recycled_with_a_new_storage() -> None:
     arena.give(piece)
     assert arena.kept_bytes == 0  # the storage is still referred to
     del storage
-    arena.give(piece)
     assert arena.kept_bytes == RECYCLED_FROM_BYTES
     again, _ = arena.take(RECYCLED_FROM_BYTES)
     assert again.data_ptr() == address
     assert arena.kept_bytes == 0
+
+
+def test_memory_is_recycled_for_another_size() -> None:
+    arena = Arena()
+    pieces = [arena.take(nbytes) for nbytes in (MIB, 2 * MIB, 3 * MIB)]
+    for memory, piece in pieces[:2]:
+        assert piece is not None
+        memory.fill_(1)
+        arena.give(piece)
+    del memory, pieces[:2]
+    assert arena.kept_bytes == 3 * MIB
+    whole, _ = arena.take(3 * MIB)  # of both
+    assert bool((whole == 1).all())
+    assert arena.kept_bytes == 0
+
+
+@given(st.data())
+def test_pieces_never_overlap_and_pages_above_what_may_be_kept_are_given_back(data: st.DataObject) -> None:
+    arena = Arena()
+    held: list[tuple[torch.Tensor, ArenaBlock | None, int]] = []
+    given_away: list[tuple[torch.Tensor, int]] = []  # their tensors are still referred to
+    sizes = st.sampled_from([RECYCLED_FROM_BYTES, 100_000, 128 * KIB, 132 * KIB, 193 * KIB])
+    for value in range(1, data.draw(st.integers(1, 40), "steps") + 1):
+        action = data.draw(st.sampled_from(["take", "take", "give", "give and use on", "stop using", "trim"]))
+        if action == "take":
+            fresh, piece = arena.take(data.draw(sizes))
+            held.append((fresh.fill_(value), piece, value))
+            del fresh
+        elif action == "trim":
+            most = data.draw(st.integers(-1, MIB))
+            arena.trim(most)
+            assert arena.kept_bytes <= max(most, 0)
+        elif action == "stop using":
+            given_away.clear()
+        elif held:
+            memory, piece, number = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            assert piece is not None
+            arena.give(piece)
+            if action == "give and use on":
+                given_away.append((memory, number))
+            del memory, piece
+        everything = [*((each, number) for each, _, number in held), *given_away]
+        assert all(bool((each == number).all()) for each, number in everything)
+        del everything
+    arena.trim(0)
+    last, _ = arena.take(3 * MIB)
+    assert not last.any()  # no page of before
 
 
 def test_memory_that_a_view_still_uses_is_not_given_out_again() -> None:
@@ -61,10 +109,11 @@ def test_what_is_kept_and_what_is_held_fit_in_the_capacity() -> None:
     for slot in slots:
         succeed(device.free(slot))
     assert device._arena.kept_bytes == MIB
-    device.reserve(600 * KIB)
+    held = device.reserve(600 * KIB)
     assert device._arena.kept_bytes <= 424 * KIB
     device.resize(700 * KIB)
     assert device._arena.kept_bytes <= 100 * KIB
+    succeed(device.free(held))
     device.close()
     assert device._arena.kept_bytes == 0
 
