@@ -1,6 +1,6 @@
 """One training run in a process of its own, whose peak of resident memory nobody else raises.
 
-``python -m bench.resident {plain,disk} DIM STEPS PATH`` prints the peak and the losses as
+``python -m bench.resident {plain,memory,disk} DIM STEPS PATH`` prints the peak and the losses as
 JSON.  For `bench.training`, which starts it.
 """
 
@@ -10,7 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from bench.training import on_disk
+import tierstore as ts
+from bench.training import in_memory, on_disk
 from bench.workload import Trainee, Workload
 
 
@@ -28,7 +29,12 @@ def train(how: str, workload: Workload, steps: int, path: Path) -> dict[str, obj
     Closing brings everything back into ordinary memory, which is more than training itself took.
     """
     before_bytes = peak_resident_bytes()
-    with Trainee(workload, on_disk(workload, path) if how == "disk" else None) as trainee:
+    configs: dict[str, ts.OffloadConfig | None] = {
+        "plain": None,
+        "memory": in_memory(workload),
+        "disk": on_disk(workload, path),
+    }
+    with Trainee(workload, configs[how]) as trainee:
         for _ in range(steps):
             trainee.step()
         losses = [float(loss).hex() for loss in trainee.losses]

@@ -47,13 +47,14 @@ def emulated(workload: Workload) -> ts.OffloadConfig:
     )
 
 
-def on_disk(workload: Workload, path: Path) -> ts.OffloadConfig:
+def on_disk(workload: Workload, path: Path, *, in_backward: bool = False) -> ts.OffloadConfig:
     """Host memory for a sixth of the state, computing happens there, the rest on disk."""
     return ts.OffloadConfig(
         device="cpu",
         offload_cpu_size=host_quota_bytes(workload),
         offload_disk_size=4 * STATE_TENSORS * workload.parameter_bytes,
         offload_path=str(path),
+        optimizer_in_backward=in_backward,
     )
 
 
@@ -116,7 +117,7 @@ def step_emulated(settings: Settings) -> Figure:
     times = ratios(seconds["offloaded"], seconds["plain"])
     details["times plain PyTorch"] = str(times)
     what = f"step of {workload}, emulated device of a tenth of the state, against plain PyTorch"
-    return Figure("step-emulated", what, times.median, "x its time", 2.0, 1.5, Better.LOWER, details)
+    return Figure("step-emulated", what, times.median, "x its time", 1.5, 1.25, Better.LOWER, details)
 
 
 # ---------------------------------------------------------------------- the disk's floor
@@ -134,7 +135,8 @@ class Floor:
         """Count them: parameters are read for forward and for backward, moments once, all written once.
 
         What the quota keeps need not move.  It is counted as if it kept what saves most: parameters,
-        of which a byte saves two reads and a write.  Gradients are not counted.
+        of which a byte saves two reads and a write.  Gradients are not counted, and neither is room to
+        train in.
         """
         kept_parameters = min(kept_bytes, parameter_bytes)
         kept_moments = min(kept_bytes - kept_parameters, 2 * parameter_bytes)
@@ -155,29 +157,42 @@ class Floor:
 
 def step_disk(settings: Settings) -> Figure:
     """Train with a sixth of the state in host memory and the rest on disk; compare with the floor."""
+    what, times, details = _step_on_disk(settings, in_backward=False)
+    return Figure("step-disk", what, times, "x the floor", 1.4, 1.15, Better.LOWER, details)
+
+
+def step_disk_in_backward(settings: Settings) -> Figure:
+    """Do the same where backward steps each parameter, beside plain PyTorch that does so, too."""
+    what, times, details = _step_on_disk(settings, in_backward=True)
+    what += ", stepped in backward"
+    return Figure("step-disk-in-backward", what, times, "x the floor", 1.25, 1.1, Better.LOWER, details)
+
+
+def _step_on_disk(settings: Settings, *, in_backward: bool) -> tuple[str, float, dict[str, str]]:
     workload = Workload.scaled(settings.scale)
     raw_bytes = settings.scaled(RAW_MIB, least=16) * MIB
     floor = Floor.of(workload.parameter_bytes, host_quota_bytes(workload))
     with (
-        Trainee(workload) as plain,
+        Trainee(workload, in_backward=in_backward) as plain,
         RawDisk(
             settings.scratch / "raw", raw_bytes, threads=DISK_THREADS, block_bytes=DISK_BLOCK_BYTES
         ) as raw,
-        Trainee(workload, on_disk(workload, settings.scratch / "files")) as ours,
+        Trainee(workload, on_disk(workload, settings.scratch / "files", in_backward=in_backward)) as ours,
     ):
         seconds = _turns(settings, plain, ours, raw, floor.read_share)
         details = _details(seconds, ours)
     rates = {name: [raw_bytes / s for s in seconds[name]] for name in ("read", "write", "mix")}
     floors = [floor.seconds(*each) for each in zip(*rates.values(), strict=True)]
     times = ratios(seconds["offloaded"], floors)
-    gradient_bytes = workload.parameter_bytes  # they wait for the optimizer: written once, read once
-    with_gradients = Floor(floor.read_bytes + gradient_bytes, floor.write_bytes + gradient_bytes)
+    if not in_backward:  # gradients wait for the optimizer: written once, read once
+        waiting = workload.parameter_bytes
+        with_gradients = Floor(floor.read_bytes + waiting, floor.write_bytes + waiting)
+        details["floor s, with gradients"] = str(
+            Spread.of([with_gradients.seconds(*each) for each in zip(*rates.values(), strict=True)])
+        )
     details |= {
         "floor": f"{floor.read_bytes / MIB:.0f} MiB read, {floor.write_bytes / MIB:.0f} MiB written a step",
         "floor s": str(Spread.of(floors)),
-        "floor s, with gradients": str(
-            Spread.of([with_gradients.seconds(*each) for each in zip(*rates.values(), strict=True)])
-        ),
         "times the floor": str(times),
         "times the floor or plain PyTorch, whichever is more": str(
             ratios(seconds["offloaded"], list(map(max, floors, seconds["plain"])))
@@ -189,7 +204,7 @@ def step_disk(settings: Settings) -> Figure:
         f"step of {workload}, device='cpu', {host_quota_bytes(workload) // MIB} MiB of host memory, "
         "rest on disk, against the bytes that must move at the bandwidth of raw threads"
     )
-    return Figure("step-disk", what, times.median, "x the floor", 1.5, 1.1, Better.LOWER, details)
+    return what, times.median, details
 
 
 # ---------------------------------------------------------------------- resident memory
@@ -215,6 +230,24 @@ def resident_memory(settings: Settings) -> Figure:
     what = "peak resident memory of the process of step-disk over that of plain PyTorch"
     reached = _bytes(ours, "peak_bytes") / _bytes(plain, "peak_bytes")
     return Figure("resident-memory", what, reached, "x its peak", 0.8, 0.5, Better.LOWER, details)
+
+
+def resident_in_memory(settings: Settings) -> Figure:
+    """Train in two processes of their own, one plain and one with everything in the host tier."""
+    workload = Workload.scaled(settings.scale)
+    steps = settings.scaled(8, least=2)
+    plain, ours = (_child(how, workload, steps, settings.scratch) for how in ("plain", "memory"))
+    if plain["losses"] != ours["losses"]:
+        raise AssertionError(f"the losses differ: {plain['losses']}, {ours['losses']}")
+    details = {
+        "plain PyTorch": f"{_bytes(plain, 'peak_bytes') / MIB:.0f} MiB resident at most",
+        "offloaded": f"{_bytes(ours, 'peak_bytes') / MIB:.0f} MiB",
+        "Python and torch alone": f"{_bytes(plain, 'before_bytes') / MIB:.0f} MiB",
+        "losses": f"{steps} of {steps} equal, bit for bit",
+    }
+    what = "peak resident memory of a process that trains with everything in host memory over plain PyTorch's"
+    reached = _bytes(ours, "peak_bytes") / _bytes(plain, "peak_bytes")
+    return Figure("resident-in-memory", what, reached, "x its peak", 1.1, 1.0, Better.LOWER, details)
 
 
 def _bytes(child: Mapping[str, object], name: str) -> int:
@@ -270,7 +303,9 @@ QUESTIONS: dict[str, Question] = {
     "step-in-memory": step_in_memory,
     "step-emulated": step_emulated,
     "step-disk": step_disk,
+    "step-disk-in-backward": step_disk_in_backward,
     "resident-memory": resident_memory,
+    "resident-in-memory": resident_in_memory,
     "reserved": reserved,
 }
 

@@ -7,6 +7,7 @@ libraries, too, so that figures can be held against theirs.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,24 @@ def wait_for_copies(store: ts.Store) -> None:
         time.sleep(0.001)
 
 
+def _adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-4)
+
+
+def _step_in_backward(model: nn.Module) -> None:
+    """Step each parameter, and free its gradient, as soon as it has one; the model's optimizer finds none."""
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
+        parameter: _adam([parameter]) for parameter in model.parameters()
+    }
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 class Trainee:
     """A model in training, plain or offloaded; use as a context manager.
 
@@ -117,6 +136,8 @@ class Trainee:
         workload: which model.
         config: how it is offloaded; ``None``: not at all.
         device: where the loop puts model and batches.
+        in_backward: whether a plain model is stepped in backward, each parameter by an optimizer of its own;
+            an offloaded one's config says so (``optimizer_in_backward``).
     """
 
     def __init__(
@@ -124,11 +145,15 @@ class Trainee:
         workload: Workload,
         config: ts.OffloadConfig | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        *,
+        in_backward: bool = False,
     ) -> None:
         self._dim = workload.dim
         self._device = device
         self._model = workload.new_model().to(device)
-        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4)
+        self._optimizer = _adam(self._model.parameters())
+        if in_backward:
+            _step_in_backward(self._model)
         self._chance = torch.Generator().manual_seed(1)
         self._losses: list[torch.Tensor] = []
         self._run: Offload | None = None
