@@ -47,7 +47,9 @@ def forwards_copied(settings: Settings) -> Figure:
         f"copied by {FORWARDS}": f"{copied[-1] / MIB:.2f} MiB",
         "outputs": "equal to plain PyTorch's, bit for bit",
     }
-    what = f"bytes that {FORWARDS} forwards without gradients copy to a device that holds the model, over its"
+    what = (
+        f"bytes copied by {FORWARDS} forwards without gradients of a model that fits the device, over its own"
+    )
     reached = copied[-1] / workload.parameter_bytes
     return Figure("forwards-copied", what, reached, "x its bytes", 1.0, 1.0, Better.LOWER, details)
 
