@@ -98,6 +98,12 @@ class Store:
         """Where tensors leased in the fastest tier live."""
         return self._engine.backends[0].capabilities.device
 
+    @property
+    def usable_tiers(self) -> tuple[str, ...]:
+        """The tiers whose bytes can be used in place, as a lease does, fastest first."""
+        media = zip(self.tier_names, self._engine.media, strict=True)
+        return tuple(name for name, medium in media if medium is not Medium.STORAGE)
+
     # --- bytes in and out ---------------------------------------------------------------------
 
     def put(self, key: str, tensor: torch.Tensor, *, tier: str | None = None, replace: bool = False) -> None:
@@ -217,11 +223,9 @@ class Store:
             raise UsageError("lease needs at least one key.")
         index = self._index(tier)
         if self._engine.media[index] is Medium.STORAGE:
-            usable = [
-                n for n, x in zip(self.tier_names, self._engine.media, strict=True) if x is not Medium.STORAGE
-            ]
             raise UsageError(
-                f"bytes in {tier!r} cannot be used in place; lease in one of {usable}.", tier=tier
+                f"bytes in {tier!r} cannot be used in place; lease in one of {list(self.usable_tiers)}.",
+                tier=tier,
             )
         number = self._engine.number()
         access = m.Access.WRITE if write else m.Access.READ

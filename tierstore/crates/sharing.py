@@ -1,0 +1,165 @@
+"""Who reads and writes which crate, and who has to wait or to take another one.
+
+1.  Readers share a crate; a writer has it alone.  But leases are on keys: where a lease on other keys is in
+   the way, the key is copied to another crate.  It is refused only where its own record is leased.
+2.  A crate that is *moving* has records that are being copied elsewhere, or a writer that begins or ends.
+   Whoever comes waits until it has settled: for hardware, never for a lease.
+3. A copy that is made of a record for its caller is a use, too, but no lease: a writer waits for it.
+
+All calls from any thread.  Nothing here asks the store for anything that moves bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tierstore.crates.index import Crate, CrateIndex, CrateUse
+from tierstore.errors import KeyNotFound, LeaseError
+
+
+class CrateSharing:
+    """The uses of the crates of one name.
+
+    Args:
+        name: for messages.
+        index: what is where.
+
+    Attributes:
+        changed: guards the index and what its crates say of their uses; notified when a crate settles.
+        index: what is where.
+    """
+
+    def __init__(self, name: str, index: CrateIndex) -> None:
+        self._name = name
+        self.index = index
+        self.changed = threading.Condition(threading.Lock())
+
+    def place(self, key: str) -> Crate:
+        """Return the crate of a key.  Under the lock.
+
+        Raises:
+            KeyNotFound: nothing is under the key.
+        """
+        try:
+            return self.index.places[key]
+        except KeyError:
+            raise KeyNotFound(
+                f"no key {key!r} in crates {self._name!r}: it was never put, or it was dropped.", key=key
+            ) from None
+
+    def settled(self, key: str) -> Crate:
+        """Return the crate of a key, once it does not move.  Under the lock, which is free meanwhile."""
+        while (crate := self.place(key)).is_moving:
+            self.changed.wait()
+        return crate
+
+    def begin_read(self, keys: Iterable[str], use: CrateUse) -> bool:
+        """Note a reader; return whether no writer of other keys is in the way.  Blocks.
+
+        Raises:
+            KeyNotFound: nothing is under a key.
+            LeaseError: a key is leased for writing.
+        """
+        with self.changed:
+            found = {key: self.settled(key) for key in keys}
+            for key, crate in found.items():
+                refuse_holders("lease", key, crate.holders(key), are_writers=True)
+            if any(crate.is_moving or crate.writer is not None for crate in found.values()):
+                return False
+            use.records = {key: (crate, crate.records[key]) for key, crate in found.items()}
+            for crate in use.crates:
+                crate.readers.append(use)
+            return True
+
+    def begin_write(self, keys: Iterable[str], use: CrateUse) -> bool:
+        """Let the crates of keys move, to be written; return whether no lease is in the way.  Blocks.
+
+        Raises:
+            KeyNotFound: nothing is under a key.
+        """
+        with self.changed:
+            found = {key: self.settled(key) for key in keys}
+            if any(crate.is_moving or crate.is_leased for crate in found.values()):
+                return False
+            use.records = {key: (crate, crate.records[key]) for key, crate in found.items()}
+            for crate in use.crates:
+                crate.is_moving = True
+            return True
+
+    def own(self, use: CrateUse) -> None:
+        """Let a use write its crates, which move, once no copies are made of them.  Blocks."""
+        with self.changed:
+            while any(crate.readers for crate in use.crates):
+                self.changed.wait()
+            for crate in use.crates:
+                crate.writer = use
+
+    def move_apart(self, keys: Iterable[str], *, is_write: bool) -> dict[Crate, list[str]]:
+        """Let crates of keys move where leases on other keys are in the way; return these keys.  Blocks.
+
+        Raises:
+            KeyNotFound: nothing is under a key.
+            LeaseError: a key itself is leased.
+        """
+        moving: dict[Crate, list[str]] = {}
+        with self.changed:
+            for key in keys:
+                crate = self.settled(key)
+                refuse_holders("lease", key, crate.holders(key), are_writers=not is_write)
+                if crate.writer is not None or (is_write and crate.is_leased):
+                    moving.setdefault(crate, []).append(key)
+            moving = {crate: ours for crate, ours in moving.items() if not crate.is_moving}
+            for crate in moving:
+                crate.is_moving = True
+        return moving
+
+    def begin_ending(self, use: CrateUse) -> None:
+        """Let nobody read the crates of a writer any more: it gives them back."""
+        with self.changed:
+            for crate in use.crates:
+                while crate.is_moving:
+                    self.changed.wait()
+                crate.is_moving = True
+
+    def end(self, use: CrateUse) -> None:
+        """Forget a use."""
+        with self.changed:
+            for crate in use.crates:
+                if crate.writer is use:
+                    crate.writer = None
+                elif use in crate.readers:
+                    crate.readers.remove(use)
+            self.changed.notify_all()
+
+    def settle(self, crates: Iterable[Crate]) -> None:
+        """Let crates move no more."""
+        with self.changed:
+            for crate in crates:
+                crate.is_moving = False
+            self.changed.notify_all()
+
+
+def refuse_holders(verb: str, key: str, uses: Sequence[CrateUse], *, are_writers: bool = False) -> None:
+    """Raise ``LeaseError`` if there are any; of those that write only, if that is said."""
+    holders = tuple(
+        f"{'write' if use.is_write else 'read'} lease of {use.holder!r}"
+        for use in uses
+        if use.is_write or not are_writers
+    )
+    if holders:
+        raise LeaseError(
+            f"cannot {verb} {key!r} beside the {', '.join(holders)}. Release that first.",
+            key=key,
+            holders=holders,
+        )
+
+
+def lent_bytes(crate: Crate) -> torch.Tensor | None:
+    """Return the bytes of a crate that has a writer and has settled, to read what that does not write."""
+    if crate.writer is None or crate.writer.lease is None:
+        return None
+    crate.writer.lease.use()
+    return crate.writer.lease[crate.name]
