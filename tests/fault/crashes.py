@@ -21,9 +21,10 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -219,10 +220,23 @@ class Worker:
         self._durable = image
 
 
-def _live(directory: Path, seed: int, opened: int) -> None:
+class Life(Protocol):
+    """What a process does until it is killed."""
+
+    def check(self) -> None:
+        """Compare what is found with what the journal says."""
+
+    def live(self) -> None:
+        """Do things at random, for ever."""
+
+    def end(self) -> None:
+        """Close the store as it should be."""
+
+
+def _live(make: Callable[[Path, int], Life], directory: Path, seed: int, opened: int) -> None:
     """Be a worker, in a process of its own, that says on a pipe when it has opened.  Never returns."""
     try:
-        worker = Worker(directory, seed)
+        worker = make(directory, seed)
         worker.check()
         os.write(opened, b"!")
         if seed % 10 == 9:
@@ -234,8 +248,13 @@ def _live(directory: Path, seed: int, opened: int) -> None:
     os._exit(_WRONG)
 
 
-def kill_one(directory: Path, seed: int) -> str:
+def kill_one(directory: Path, seed: int, make: Callable[[Path, int], Life]) -> str:
     """Let a worker live, and kill it at a random moment: of every four, three after they have opened.
+
+    Args:
+        directory: where it works.
+        seed: of what is random.
+        make: opens, in a process of its own.
 
     Returns:
         What it was at.
@@ -249,7 +268,7 @@ def kill_one(directory: Path, seed: int) -> str:
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)  # anew: the child's threads would ask for a pool that is its parent's
-        _live(directory, seed, opened)
+        _live(make, directory, seed, opened)
     os.close(opened)
     with os.fdopen(has_opened, "rb") as said:
         if seed % 4:  # however slow the machine is
@@ -263,9 +282,9 @@ def kill_one(directory: Path, seed: int) -> str:
     return "closed" if code == 0 else read_journal(directory / "journal")[1]
 
 
-def main() -> int:
+def main(make: Callable[[Path, int], Life] = Worker, description: str | None = __doc__) -> int:
     """Kill workers and print what they were at as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -275,7 +294,7 @@ def main() -> int:
     torch.set_num_threads(1)
     moments: Counter[str] = Counter()
     for trial in range(options.trials):
-        moments[kill_one(directory, options.seed + trial)] += 1
+        moments[kill_one(directory, options.seed + trial, make)] += 1
     sys.stdout.write(json.dumps(dict(moments.most_common())) + "\n")
     return 0
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
@@ -25,14 +25,12 @@ from tierstore.crates.leases import CrateLease
 from tierstore.crates.sharing import CrateSharing, lent_bytes, refuse_holders
 from tierstore.crates.stock import CrateStock
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import KeyExists, KeyNotFound, LeaseError, UsageError
-from tierstore.leases import check_key
+from tierstore.errors import KeyExists, LeaseError, UsageError
+from tierstore.leases import Lease, check_key
 from tierstore.signals import in_one_piece
 from tierstore.store import FASTEST, Store
 from tierstore.tensors import TensorSpec, describe
 from tierstore.units import format_bytes, parse_bytes
-
-T = TypeVar("T")
 
 _Named = weakref.WeakValueDictionary[str, "Crates"]
 
@@ -179,7 +177,7 @@ class Crates:
         use = CrateUse(threading.current_thread().name, {}, is_lease=False)
         self._stock.require_here()
         with self._sharing.changed:
-            crate = self._sharing.settled(check_key(key))
+            crate = self._sharing.settled((check_key(key),))[key]
             record = crate.records[key]
             refuse_holders("get", key, crate.holders(key), are_writers=True)
             lent = lent_bytes(crate)
@@ -219,32 +217,33 @@ class Crates:
         wanted = tuple(dict.fromkeys(map(check_key, keys)))
         use = CrateUse(threading.current_thread().name, {}, is_write=write)
         self._stock.require_here()
-        if write:
-            with self._stock.alone():
+        try:
+            if write:
                 self._begin_write(wanted, use, tier)
-        else:
-            while not self._sharing.begin_read(wanted, use):
-                with self._stock.alone():
-                    self._stock.move_apart(wanted, is_write=False)
-            self._obtain(use, tier)
-        return CrateLease(use, self._end)
-
-    def _begin_write(self, keys: Iterable[str], use: CrateUse, tier: str) -> None:
-        while not self._sharing.begin_write(keys, use):
-            self._stock.move_apart(keys, is_write=True)
-        try:
-            self._sharing.own(use)
-            self._obtain(use, tier)
-        finally:
-            self._sharing.settle(use.crates)
-
-    def _obtain(self, use: CrateUse, tier: str) -> None:
-        try:
-            names = [crate.name for crate in use.crates]
-            use.lease = self._store.lease(*names, tier=tier, write=use.is_write)
+            else:
+                while not self._sharing.begin_read(wanted, use):
+                    with self._stock.alone():
+                        self._stock.move_apart(wanted, is_write=False)
+                use.lease = self._lease_crates(use, tier)
         except BaseException:
             self._sharing.end(use)
             raise
+        return CrateLease(use, self._end)
+
+    def _begin_write(self, keys: Iterable[str], use: CrateUse, tier: str) -> None:
+        with self._stock.alone():
+            while not self._sharing.begin_write(keys, use):
+                self._stock.move_apart(keys, is_write=True)
+            try:
+                self._sharing.own(use)
+                use.lease = self._lease_crates(use, tier)
+            finally:
+                if use.lease is None:
+                    self._sharing.end(use)
+                self._sharing.settle(use.crates)
+
+    def _lease_crates(self, use: CrateUse, tier: str) -> Lease:
+        return self._store.lease(*(crate.name for crate in use.crates), tier=tier, write=use.is_write)
 
     def _end(self, use: CrateUse, written: bool) -> None:
         assert use.lease is not None  # it was lent
@@ -260,49 +259,51 @@ class Crates:
     # --- moving -------------------------------------------------------------------------------
 
     def fetch(self, *keys: str, tier: str = FASTEST) -> Transfer[None]:
-        """Begin to bring the crates of ``keys`` to ``tier``, as `Store.fetch` does.  Does not block.
+        """Begin to bring the crates of ``keys`` to ``tier``, as `Store.fetch` does.
+
+        Does not block, but while a crate is being written anew.
 
         Raises:
             KeyNotFound: nothing was put under a key, or it was dropped.
-            LeaseError: a crate is leased for writing elsewhere.
+            LeaseError: a key of one of these crates is leased for writing elsewhere.
         """
-        return self._with_crates(keys, lambda names: self._store.fetch(*names, tier=tier))
+        return self._begin(keys, lambda names: self._store.fetch(*names, tier=tier))
 
     def prefetch(self, *keys: str, tier: str = FASTEST) -> Transfer[None]:
-        """Advise that ``keys`` will be needed in ``tier``, as `Store.prefetch` does.  Does not block.
+        """Advise that ``keys`` will be needed in ``tier``, as `Store.prefetch` does; otherwise as `fetch`.
 
         Raises:
             KeyNotFound: nothing was put under a key, or it was dropped.
         """
-        return self._with_crates(keys, lambda names: self._store.prefetch(*names, tier=tier))
+        return self._begin(keys, lambda names: self._store.prefetch(*names, tier=tier))
 
     def evict(self, *keys: str, to: str | None = None) -> Transfer[None]:
         """Begin to push the crates of ``keys`` down, as `Store.evict` does: their other keys go along.
+
+        Does not block, but while a crate is being written anew.
 
         Raises:
             KeyNotFound: nothing was put under a key, or it was dropped.
             LeaseError: a key of one of these crates is leased above that tier.
         """
-        return self._with_crates(keys, lambda names: self._store.evict(*names, to=to))
+        return self._begin(keys, lambda names: self._store.evict(*names, to=to))
 
-    def _with_crates(self, keys: Iterable[str], act: Callable[[list[str]], T]) -> T:
-        """Do something with the crates of keys; again, if they have become others meanwhile."""
+    def _begin(self, keys: Iterable[str], act: Callable[[list[str]], Transfer[None]]) -> Transfer[None]:
+        """Begin to move the crates of keys; none of them is written anew before that has ended."""
+        self._stock.require_here()
         wanted = tuple(map(check_key, keys))
-        while True:
-            with self._sharing.changed:
-                self._stock.require_here()
-                version = self._sharing.index.version
-                names = list(dict.fromkeys([self._sharing.place(key).name for key in wanted]))
-            try:
-                done = act(names)
-            except LeaseError as error:
-                raise self._in_words(wanted, error) from error
-            except KeyNotFound:
-                if version == self._sharing.index.version:
-                    raise
-            else:
-                if version == self._sharing.index.version:
-                    return done
+        use = CrateUse(threading.current_thread().name, {}, is_lease=False)
+        self._sharing.begin_moving(wanted, use)
+        try:
+            transfer = act([crate.name for crate in use.crates])
+        except LeaseError as error:
+            self._sharing.end(use)
+            raise self._in_words(wanted, error) from error
+        except BaseException:
+            self._sharing.end(use)
+            raise
+        transfer.add_done_callback(lambda: self._sharing.end(use))
+        return transfer
 
     def _in_words(self, keys: Iterable[str], error: LeaseError) -> LeaseError:
         """Return the error of a crate as one of the key that is in it."""
@@ -343,7 +344,13 @@ class Crates:
 
     def where(self, key: str) -> tuple[str, ...]:
         """Return the names of the tiers that hold a ready replica of the key's crate, fastest first."""
-        return self._with_crates((key,), lambda names: self._store.where(names[0]))
+        self._stock.require_here()
+        use = CrateUse(threading.current_thread().name, {}, is_lease=False)
+        self._sharing.begin_moving((check_key(key),), use)
+        try:
+            return self._store.where(use.crates[0].name)
+        finally:
+            self._sharing.end(use)
 
     def spec(self, key: str) -> TensorSpec:
         """Return shape, dtype and size of what is under ``key``.  Raises ``KeyNotFound``."""

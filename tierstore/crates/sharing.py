@@ -4,7 +4,8 @@
    the way, the key is copied to another crate.  It is refused only where its own record is leased.
 2.  A crate that is *moving* has records that are being copied elsewhere, or a writer that begins or ends.
    Whoever comes waits until it has settled: for hardware, never for a lease.
-3. A copy that is made of a record for its caller is a use, too, but no lease: a writer waits for it.
+3.  A copy that is made of a record for its caller is a use, too, and a transfer of the whole crate, but no
+   lease: a writer waits for it.
 
 All calls from any thread.  Nothing here asks the store for anything that moves bytes.
 """
@@ -50,11 +51,17 @@ class CrateSharing:
                 f"no key {key!r} in crates {self._name!r}: it was never put, or it was dropped.", key=key
             ) from None
 
-    def settled(self, key: str) -> Crate:
-        """Return the crate of a key, once it does not move.  Under the lock, which is free meanwhile."""
-        while (crate := self.place(key)).is_moving:
+    def settled(self, keys: Iterable[str]) -> dict[str, Crate]:
+        """Return the crates of keys, once none of them moves.  Under the lock, which is free meanwhile.
+
+        Raises:
+            KeyNotFound: nothing is under a key.
+        """
+        while True:
+            found = {key: self.place(key) for key in keys}  # all anew: they may be others after a wait
+            if not any(crate.is_moving for crate in found.values()):
+                return found
             self.changed.wait()
-        return crate
 
     def begin_read(self, keys: Iterable[str], use: CrateUse) -> bool:
         """Note a reader; return whether no writer of other keys is in the way.  Blocks.
@@ -64,15 +71,29 @@ class CrateSharing:
             LeaseError: a key is leased for writing.
         """
         with self.changed:
-            found = {key: self.settled(key) for key in keys}
+            found = self.settled(keys)
             for key, crate in found.items():
                 refuse_holders("lease", key, crate.holders(key), are_writers=True)
-            if any(crate.is_moving or crate.writer is not None for crate in found.values()):
+            if any(crate.writer is not None for crate in found.values()):
                 return False
             use.records = {key: (crate, crate.records[key]) for key, crate in found.items()}
             for crate in use.crates:
                 crate.readers.append(use)
             return True
+
+    def begin_moving(self, keys: Iterable[str], use: CrateUse) -> None:
+        """Note that crates of keys are to stay what they are, whoever leases them; one key of each is noted.
+
+        Blocks while one of them moves here.
+
+        Raises:
+            KeyNotFound: nothing is under a key.
+        """
+        with self.changed:
+            found = {crate: key for key, crate in self.settled(keys).items()}
+            use.records = {key: (crate, crate.records[key]) for crate, key in found.items()}
+            for crate in found:
+                crate.readers.append(use)
 
     def begin_write(self, keys: Iterable[str], use: CrateUse) -> bool:
         """Let the crates of keys move, to be written; return whether no lease is in the way.  Blocks.
@@ -81,8 +102,8 @@ class CrateSharing:
             KeyNotFound: nothing is under a key.
         """
         with self.changed:
-            found = {key: self.settled(key) for key in keys}
-            if any(crate.is_moving or crate.is_leased for crate in found.values()):
+            found = self.settled(keys)
+            if any(crate.is_leased for crate in found.values()):
                 return False
             use.records = {key: (crate, crate.records[key]) for key, crate in found.items()}
             for crate in use.crates:
@@ -106,12 +127,10 @@ class CrateSharing:
         """
         moving: dict[Crate, list[str]] = {}
         with self.changed:
-            for key in keys:
-                crate = self.settled(key)
+            for key, crate in self.settled(keys).items():
                 refuse_holders("lease", key, crate.holders(key), are_writers=not is_write)
                 if crate.writer is not None or (is_write and crate.is_leased):
                     moving.setdefault(crate, []).append(key)
-            moving = {crate: ours for crate, ours in moving.items() if not crate.is_moving}
             for crate in moving:
                 crate.is_moving = True
         return moving
