@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,12 @@ from bench.command import Question, Settings, main
 from bench.measure import Spread, percentile, ratios, stopwatch, take_turns
 from bench.rawdisk import RawDisk
 from bench.record import Better, Figure
+from tierstore.crates import Crates
 
 KIB, MIB = 1024, 1024**2
 DISK_THREADS = 4  # what the files backend takes by default; its peer gets as many
 DISK_BLOCK_BYTES = MIB
+_TOGETHER = 1_000  # tensors that are put with one call
 
 
 def disk_tier(path: Path, capacity_bytes: int) -> ts.TierConfig:
@@ -155,29 +158,49 @@ class Shuttle:
     """Tensors that go from host memory to disk and back, all at once, in a store of their own.
 
     Use as a context manager; leaving it compares every byte.
+
+    Args:
+        path: of the disk tier.
+        tensor_bytes: of each.
+        count: how many.
+        in_crates: whether they are in crates, or each is a key of the store's own.
     """
 
-    def __init__(self, path: Path, tensor_bytes: int, count: int) -> None:
+    def __init__(self, path: Path, tensor_bytes: int, count: int, *, in_crates: bool = False) -> None:
         self.nbytes = tensor_bytes * count
         room_bytes = align_up(tensor_bytes, 4 * KIB) * count
+        if in_crates:
+            room_bytes += (
+                room_bytes // 4 + MIB
+            )  # directories, and what the last tensor of a crate does not fill
         self.store = ts.Store(
             ts.StoreConfig([host_tier(room_bytes + MIB), disk_tier(path, room_bytes + MIB)])
         )
         self._bytes = noise(tensor_bytes)
         self._keys = [f"k{index}" for index in range(count)]
-        for index, key in enumerate(self._keys):
-            self.store.put(key, self._bytes.roll(index), tier="host")
+        self._tensors: ts.Store | Crates = Crates(self.store) if in_crates else self.store
+        for first in range(0, count, _TOGETHER):
+            self._put(
+                {self._keys[n]: self._bytes.roll(n) for n in range(first, min(first + _TOGETHER, count))}
+            )
+
+    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if isinstance(self._tensors, Crates):
+            self._tensors.put_all(tensors, tier="host")
+            return
+        for key, tensor in tensors.items():
+            self._tensors.put(key, tensor, tier="host")
 
     def evict(self) -> float:
         """Write all of them to disk; return the seconds."""
         for key in self._keys:
             # A write lease makes what disk still holds stale, so that eviction has to write.
-            self.store.lease(key, tier="host", write=True).release()
-        return stopwatch(lambda: self.store.evict(*self._keys, to="disk").result())
+            self._tensors.lease(key, tier="host", write=True).release()
+        return stopwatch(lambda: self._tensors.evict(*self._keys, to="disk").result())
 
     def fetch(self) -> float:
         """Read all of them back; return the seconds."""
-        return stopwatch(lambda: self.store.fetch(*self._keys, tier="host").result())
+        return stopwatch(lambda: self._tensors.fetch(*self._keys, tier="host").result())
 
     def round_trip(self) -> dict[str, float]:
         """Write all of them, then read them; return the seconds of each."""
@@ -190,7 +213,7 @@ class Shuttle:
         try:
             if kind is None:
                 for index, key in enumerate(self._keys):
-                    check_equal(self.store.get(key), self._bytes.roll(index), key)
+                    check_equal(self._tensors.get(key), self._bytes.roll(index), key)
         finally:
             self.store.close()
 
@@ -226,36 +249,54 @@ def disk(settings: Settings) -> Figure:
 
 
 def small_tensors(settings: Settings) -> Figure:
-    """Send 10,000 small tensors to disk and back, in turns with the same bytes in large ones."""
+    """Send 10,000 small tensors to disk and back, in crates and as keys, in turns with large tensors."""
     small_count = settings.scaled(10_000, least=500)
     large_count = max(1, small_count * 32 * KIB // (16 * MIB))
     with (
-        Shuttle(settings.scratch / "small", 32 * KIB, small_count) as small,
+        Shuttle(settings.scratch / "crates", 32 * KIB, small_count, in_crates=True) as crates,
+        Shuttle(settings.scratch / "keys", 32 * KIB, small_count) as keys,
         Shuttle(settings.scratch / "large", 16 * MIB, large_count) as large,
     ):
+        shuttles = {"crates": crates, "keys": keys, "large": large}
         runs = [
-            lambda: {f"small {name}": seconds for name, seconds in small.round_trip().items()},
-            lambda: {f"large {name}": seconds for name, seconds in large.round_trip().items()},
+            lambda shuttle=shuttle, name=name: {
+                f"{name} {way}": seconds for way, seconds in shuttle.round_trip().items()
+            }
+            for name, shuttle in shuttles.items()
         ]
         taken = take_turns(runs, repeats=settings.repeats, warmups=settings.warmups)
     # The bytes differ by the part of a large tensor that the small ones do not fill.
     per_byte = {
-        size: [
+        name: [
             (a + b) / shuttle.nbytes
-            for a, b in zip(taken[f"{size} evict"], taken[f"{size} fetch"], strict=True)
+            for a, b in zip(taken[f"{name} evict"], taken[f"{name} fetch"], strict=True)
         ]
-        for size, shuttle in (("small", small), ("large", large))
+        for name, shuttle in shuttles.items()
     }
-    speed = ratios(per_byte["large"], per_byte["small"])
     details = {
-        f"{name} GB/s": str(
-            Spread.of([(small if "small" in name else large).nbytes / s / 1e9 for s in seconds])
-        )
-        for name, seconds in taken.items()
+        f"{name} {way} GB/s": str(Spread.of([shuttle.nbytes / s / 1e9 for s in taken[f"{name} {way}"]]))
+        for name, shuttle in shuttles.items()
+        for way in ("evict", "fetch")
     }
-    details["speed, there and back"] = str(speed)
-    what = f"{small_count} tensors of 32 KiB, host to disk to host, against {large_count} of 16 MiB"
-    return Figure("small-tensors", what, speed.median, "x its speed", 0.5, 0.8, Better.HIGHER, details)
+    in_crates, as_keys = (ratios(per_byte["large"], per_byte[name]) for name in ("crates", "keys"))
+    details["in crates, there and back"] = str(in_crates)
+    details["as keys of their own, there and back"] = str(as_keys)
+    details |= _growth_of_crates(settings)
+    what = f"{small_count} tensors of 32 KiB in crates, host to disk to host, against {large_count} of 16 MiB"
+    return Figure("small-tensors", what, in_crates.median, "x its speed", 0.6, 0.8, Better.HIGHER, details)
+
+
+def _growth_of_crates(settings: Settings) -> dict[str, str]:
+    """Return what a tensor of 4 KiB in a crate costs there and back, among 10^2 to 10^5 others."""
+    details = {}
+    for count in (100, 1_000, 10_000, 100_000):
+        scaled = settings.scaled(count, least=20)
+        path = settings.scratch / f"growth-{count}"
+        with Shuttle(path, 4 * KIB, scaled, in_crates=True) as shuttle:
+            taken = take_turns([shuttle.round_trip], repeats=settings.repeats, warmups=settings.warmups)
+        both = [1e6 * (a + b) / scaled for a, b in zip(taken["evict"], taken["fetch"], strict=True)]
+        details[f"{scaled} of 4 KiB in crates, us each there and back"] = str(Spread.of(both))
+    return details
 
 
 # ---------------------------------------------------------------------- memory kept in reserve

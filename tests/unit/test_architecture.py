@@ -45,7 +45,16 @@ _PUBLIC = {
     "InvariantError",
 }
 
-_CLIENTS_MAY_IMPORT = _PUBLIC | {"data", "integrations", "nn", "optim", "planning", "testing", "training"}
+_CLIENTS_MAY_IMPORT = _PUBLIC | {
+    "crates",
+    "data",
+    "integrations",
+    "nn",
+    "optim",
+    "planning",
+    "testing",
+    "training",
+}
 _BACKENDS_MAY_IMPORT = tuple(
     f"tierstore.{room}"
     for room in (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -70,7 +70,7 @@ class Crates:
         BackendError: a crate cannot be read.
     """
 
-    def __init__(self, store: Store, name: str = "crates", *, crate_bytes: int | str = "1MiB") -> None:
+    def __init__(self, store: Store, name: str = "crates", *, crate_bytes: int | str = "2MiB") -> None:
         limit = parse_bytes(crate_bytes)
         if limit < layout.ALIGNMENT_BYTES:
             raise UsageError(f"crate_bytes={crate_bytes!r}: at least {layout.ALIGNMENT_BYTES} bytes.")
@@ -174,16 +174,16 @@ class Crates:
             LeaseError: it is leased for writing.
             BackendError: reading failed; ``IntegrityError`` if the bytes came back different.
         """
-        use = CrateUse(threading.current_thread().name, {}, is_lease=False)
+        use = CrateUse(threading.current_thread().name, is_lease=False)
         self._stock.require_here()
         with self._sharing.changed:
-            crate = self._sharing.settled((check_key(key),))[key]
+            (crate,) = self._sharing.settled((key,))
             record = crate.records[key]
             refuse_holders("get", key, crate.holders(key), are_writers=True)
             lent = lent_bytes(crate)
             if lent is not None:  # by who cannot give it back before the lock is free
                 return layout.copied(lent, record, device)
-            use.records[key] = crate, record
+            use.crates.append(crate)
             crate.readers.append(use)
         try:
             return self._stock.copy(crate, record, device)
@@ -215,7 +215,7 @@ class Crates:
         if not keys:
             raise UsageError("lease needs at least one key.")
         wanted = tuple(dict.fromkeys(map(check_key, keys)))
-        use = CrateUse(threading.current_thread().name, {}, is_write=write)
+        use = CrateUse(threading.current_thread().name, is_write=write)
         self._stock.require_here()
         try:
             if write:
@@ -230,7 +230,7 @@ class Crates:
             raise
         return CrateLease(use, self._end)
 
-    def _begin_write(self, keys: Iterable[str], use: CrateUse, tier: str) -> None:
+    def _begin_write(self, keys: Collection[str], use: CrateUse, tier: str) -> None:
         with self._stock.alone():
             while not self._sharing.begin_write(keys, use):
                 self._stock.move_apart(keys, is_write=True)
@@ -288,17 +288,16 @@ class Crates:
         """
         return self._begin(keys, lambda names: self._store.evict(*names, to=to))
 
-    def _begin(self, keys: Iterable[str], act: Callable[[list[str]], Transfer[None]]) -> Transfer[None]:
+    def _begin(self, keys: Collection[str], act: Callable[[list[str]], Transfer[None]]) -> Transfer[None]:
         """Begin to move the crates of keys; none of them is written anew before that has ended."""
         self._stock.require_here()
-        wanted = tuple(map(check_key, keys))
-        use = CrateUse(threading.current_thread().name, {}, is_lease=False)
-        self._sharing.begin_moving(wanted, use)
+        use = CrateUse(threading.current_thread().name, is_lease=False)
+        self._sharing.begin_moving(keys, use)
         try:
             transfer = act([crate.name for crate in use.crates])
         except LeaseError as error:
             self._sharing.end(use)
-            raise self._in_words(wanted, error) from error
+            raise self._in_words(keys, error) from error
         except BaseException:
             self._sharing.end(use)
             raise
@@ -345,8 +344,8 @@ class Crates:
     def where(self, key: str) -> tuple[str, ...]:
         """Return the names of the tiers that hold a ready replica of the key's crate, fastest first."""
         self._stock.require_here()
-        use = CrateUse(threading.current_thread().name, {}, is_lease=False)
-        self._sharing.begin_moving((check_key(key),), use)
+        use = CrateUse(threading.current_thread().name, is_lease=False)
+        self._sharing.begin_moving((key,), use)
         try:
             return self._store.where(use.crates[0].name)
         finally:

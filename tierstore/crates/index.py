@@ -32,26 +32,23 @@ _FULL: Final = 3
 
 @dataclass(eq=False, slots=True)
 class CrateUse:
-    """Records that somebody reads or writes.
+    """Crates that somebody reads or writes.
 
     Attributes:
         holder: who, for messages.
-        records: by key, the crate of each and where it is there.
+        crates: each once.
+        records: of a lease: by key, the crate of each and where it is there.
         is_lease: whether it excludes who wants to write the same records; a copy that is made does not.
         is_write: whether the bytes may change.
         lease: on the crates; ``None``: not yet.
     """
 
     holder: str
-    records: dict[str, tuple[Crate, CrateRecord]]
+    crates: list[Crate] = field(default_factory=list)
+    records: dict[str, tuple[Crate, CrateRecord]] = field(default_factory=dict)
     is_lease: bool = True
     is_write: bool = False
     lease: Lease | None = None
-
-    @property
-    def crates(self) -> list[Crate]:
-        """The crates, each once."""
-        return list(dict.fromkeys(crate for crate, _ in self.records.values()))
 
 
 @dataclass(eq=False, slots=True)

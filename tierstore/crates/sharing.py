@@ -13,12 +13,13 @@ All calls from any thread.  Nothing here asks the store for anything that moves 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from tierstore.crates.index import Crate, CrateIndex, CrateUse
 from tierstore.errors import KeyNotFound, LeaseError
+from tierstore.leases import check_key
 
 
 class CrateSharing:
@@ -51,19 +52,31 @@ class CrateSharing:
                 f"no key {key!r} in crates {self._name!r}: it was never put, or it was dropped.", key=key
             ) from None
 
-    def settled(self, keys: Iterable[str]) -> dict[str, Crate]:
-        """Return the crates of keys, once none of them moves.  Under the lock, which is free meanwhile.
+    def settled(self, keys: Collection[str]) -> list[Crate]:
+        """Return the crates of keys, each once, when none of them moves.  Under the lock, free meanwhile.
 
         Raises:
             KeyNotFound: nothing is under a key.
+            UsageError: it is no key.
         """
         while True:
-            found = {key: self.place(key) for key in keys}  # all anew: they may be others after a wait
-            if not any(crate.is_moving for crate in found.values()):
-                return found
+            try:  # all anew: they may be others after a wait
+                crates = list(dict.fromkeys(map(self.index.places.__getitem__, keys)))
+            except (KeyError, TypeError):
+                for key in keys:
+                    self.place(check_key(key))
+                raise
+            if not any(crate.is_moving for crate in crates):
+                return crates
             self.changed.wait()
 
-    def begin_read(self, keys: Iterable[str], use: CrateUse) -> bool:
+    def _note(self, keys: Iterable[str], use: CrateUse, crates: list[Crate]) -> None:
+        use.crates = crates
+        use.records = {
+            key: (crate, crate.records[key]) for key in keys for crate in (self.index.places[key],)
+        }
+
+    def begin_read(self, keys: Collection[str], use: CrateUse) -> bool:
         """Note a reader; return whether no writer of other keys is in the way.  Blocks.
 
         Raises:
@@ -71,42 +84,39 @@ class CrateSharing:
             LeaseError: a key is leased for writing.
         """
         with self.changed:
-            found = self.settled(keys)
-            for key, crate in found.items():
-                refuse_holders("lease", key, crate.holders(key), are_writers=True)
-            if any(crate.writer is not None for crate in found.values()):
+            crates = self.settled(keys)
+            if any(crate.writer is not None for crate in crates):
+                for key in keys:
+                    refuse_holders("lease", key, self.place(key).holders(key), are_writers=True)
                 return False
-            use.records = {key: (crate, crate.records[key]) for key, crate in found.items()}
-            for crate in use.crates:
+            self._note(keys, use, crates)
+            for crate in crates:
                 crate.readers.append(use)
             return True
 
-    def begin_moving(self, keys: Iterable[str], use: CrateUse) -> None:
-        """Note that crates of keys are to stay what they are, whoever leases them; one key of each is noted.
-
-        Blocks while one of them moves here.
+    def begin_moving(self, keys: Collection[str], use: CrateUse) -> None:
+        """Note that crates of keys are to stay what they are, whoever leases them.  Blocks while one moves.
 
         Raises:
             KeyNotFound: nothing is under a key.
         """
         with self.changed:
-            found = {crate: key for key, crate in self.settled(keys).items()}
-            use.records = {key: (crate, crate.records[key]) for crate, key in found.items()}
-            for crate in found:
+            use.crates = self.settled(keys)
+            for crate in use.crates:
                 crate.readers.append(use)
 
-    def begin_write(self, keys: Iterable[str], use: CrateUse) -> bool:
+    def begin_write(self, keys: Collection[str], use: CrateUse) -> bool:
         """Let the crates of keys move, to be written; return whether no lease is in the way.  Blocks.
 
         Raises:
             KeyNotFound: nothing is under a key.
         """
         with self.changed:
-            found = self.settled(keys)
-            if any(crate.is_leased for crate in found.values()):
+            crates = self.settled(keys)
+            if any(crate.is_leased for crate in crates):
                 return False
-            use.records = {key: (crate, crate.records[key]) for key, crate in found.items()}
-            for crate in use.crates:
+            self._note(keys, use, crates)
+            for crate in crates:
                 crate.is_moving = True
             return True
 
@@ -118,7 +128,7 @@ class CrateSharing:
             for crate in use.crates:
                 crate.writer = use
 
-    def move_apart(self, keys: Iterable[str], *, is_write: bool) -> dict[Crate, list[str]]:
+    def move_apart(self, keys: Collection[str], *, is_write: bool) -> dict[Crate, list[str]]:
         """Let crates of keys move where leases on other keys are in the way; return these keys.  Blocks.
 
         Raises:
@@ -127,7 +137,9 @@ class CrateSharing:
         """
         moving: dict[Crate, list[str]] = {}
         with self.changed:
-            for key, crate in self.settled(keys).items():
+            self.settled(keys)
+            for key in keys:
+                crate = self.place(key)
                 refuse_holders("lease", key, crate.holders(key), are_writers=not is_write)
                 if crate.writer is not None or (is_write and crate.is_leased):
                     moving.setdefault(crate, []).append(key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -100,7 +100,7 @@ class CrateStock:
     def _copy_from(self, memory: torch.Tensor | None, crate: Crate, record: CrateRecord) -> torch.Tensor:
         return self.copy(crate, record, "cpu") if memory is None else layout.copied(memory, record, "cpu")
 
-    def move_apart(self, keys: Iterable[str], *, is_write: bool) -> None:
+    def move_apart(self, keys: Collection[str], *, is_write: bool) -> None:
         """Copy keys to other crates where leases on others are in the way.  Blocks; for the writer."""
         moving = self._sharing.move_apart(keys, is_write=is_write)
         contents: dict[str, PackedTensor | None] = {}
