@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 
 import tierstore as ts
+from tests.stores import make_store
 from tierstore.crates import Crates
 from tierstore.crates.index import Crate, CrateIndex
 from tierstore.spi import Backend
+from tierstore.units import KIB
 from tierstore_backends.memory import MemoryBackend
 
 CRATE_BYTES = 1024
@@ -34,6 +36,11 @@ class CrateDisk:
         self.backend = MemoryBackend(self._disk_bytes, is_durable=True, is_storage=True, image=image)
         host = ts.TierConfig("host", MemoryBackend(self._host_bytes), self._host_bytes)
         return ts.Store(ts.StoreConfig([host, ts.TierConfig("disk", wrap(self.backend), self._disk_bytes)]))
+
+
+def make_crates(*capacities: int, crate_bytes: int = CRATE_BYTES) -> Crates:
+    """Return crates over tiers of plain memory; without capacities, over three that have room."""
+    return Crates(make_store(*(capacities or (8 * KIB, 16 * KIB, 200 * KIB))), crate_bytes=crate_bytes)
 
 
 def small(number: int, nbytes: int = 100) -> torch.Tensor:

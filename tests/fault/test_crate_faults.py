@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -127,25 +128,82 @@ def test_a_flush_that_fails_leaves_one_flush_or_the_other() -> None:
     found.flush()
 
 
-def test_readers_go_on_while_a_put_waits_for_a_disk_that_stands_still() -> None:
-    gates: list[Gate] = []
+class GatedCrates:
+    """Crates over a disk whose writes can stand still.
 
-    def wrap(backend: Backend) -> Backend:
-        gates.append(Gate(backend))
-        gates[0].open()
-        return gates[0]
+    Args:
+        host_bytes: of the tier above it.
+    """
 
-    store = CrateDisk(host_bytes=2 * CRATE_BYTES).open(wrap)
-    crates = Crates(store, crate_bytes=CRATE_BYTES)
+    def __init__(self, host_bytes: int) -> None:
+        gates: list[Gate] = []
+
+        def wrap(backend: Backend) -> Backend:
+            gates.append(Gate(backend, holds=WRITES))
+            gates[0].open()
+            return gates[0]
+
+        self.store = CrateDisk(host_bytes=host_bytes).open(wrap)
+        self.crates = Crates(self.store, crate_bytes=CRATE_BYTES)
+        self.gate = gates[0]
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedCrates]:
+    made = GatedCrates(CRATE_BYTES)
+    yield made
+    made.gate.open()
+    made.store.close(flush=False)
+
+
+def test_readers_go_on_while_a_put_waits_for_a_disk_that_stands_still(gated: GatedCrates) -> None:
+    crates, gate = gated.crates, gated.gate
     crates.put_all({"a": small(1), "b": small(2)})
-    gates[0].shut()
-    putter = threading.Thread(target=lambda: crates.put("c", small(3), tier="disk"))
-    putter.start()
-    gates[0].wait_until_held()
-    assert torch.equal(crates.get("a"), small(1))
-    with crates.lease("b", tier="host") as lease:
-        assert torch.equal(lease.tensor, small(2))
-    gates[0].open()
-    putter.join(30)
+    gate.shut()
+    with ThreadPoolExecutor(1) as thread:
+        put = thread.submit(crates.put, "c", small(3), tier="disk")
+        gate.wait_until_held()
+        assert torch.equal(crates.get("a"), small(1))
+        with crates.lease("b", tier="host") as lease:
+            assert torch.equal(lease.tensor, small(2))
+        gate.open()
+        put.result(30)
     assert torch.equal(crates.get("c"), small(3))
-    store.close(flush=False)
+
+
+def test_crates_are_not_written_anew_while_a_transfer_moves_them(gated: GatedCrates) -> None:
+    crates, gate = gated.crates, gated.gate
+    crates.put_all({key: small(1) for key in "abcde"})
+    gate.shut()
+    transfer = crates.evict("a", to="disk")
+    gate.wait_until_held()
+    with ThreadPoolExecutor(1) as thread:
+        drop = thread.submit(crates.drop, "b", "c", "d")  # what is left is less than half
+        gate.open()
+        drop.result(30)
+    transfer.result(30)
+    assert torch.equal(crates.get("a"), small(1))
+    crates.put("f", small(2))
+    assert not gated.store.spec("crates/0").nbytes
+
+
+def test_a_writer_gives_nothing_back_while_a_neighbour_is_copied_from_it(gated: GatedCrates) -> None:
+    crates, gate = gated.crates, gated.gate
+    crates.put_all({"a": small(1, 300), "b": small(2, 300)})
+    lease = crates.lease("a", tier="host", write=True)
+    gate.shut()
+    with ThreadPoolExecutor(2) as threads:
+        reader = threads.submit(crates.lease, "b", tier="host")  # which is copied to disk: the host is full
+        gate.wait_until_held()
+        lease["a"].fill_(3)
+        end = threads.submit(lease.release)
+        with pytest.raises(TimeoutError):
+            end.result(0.05)
+        gate.open()
+        end.result(30)
+        with contextlib.suppress(ts.CapacityError):  # if it came before the writer's end
+            reader.result(30).release()
+    with crates.lease("b", tier="host") as held:
+        assert torch.equal(held.tensor, small(2, 300))
+    assert torch.equal(crates.get("a"), small(3, 300))
+    check_index(crates)

@@ -194,9 +194,12 @@ class CratesMachine(RuleBasedStateMachine):
 
     @rule()
     def open_them_anew(self) -> None:
-        """Over the same store: the former ones are forgotten, with nobody who leases."""
-        if not self.held:
-            del self.crates
+        """Over the same store."""
+        if self.held:
+            with pytest.raises(ts.LeaseError):
+                self.crates.close()
+        else:
+            self.crates.close()
             self.crates = Crates(self.store, crate_bytes=CRATE_BYTES)
 
     # --- always -------------------------------------------------------------------------------

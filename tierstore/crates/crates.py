@@ -81,7 +81,7 @@ class Crates:
         with _opening:
             names = _open.setdefault(store, weakref.WeakValueDictionary())
             if name in names:
-                raise UsageError(f"crates {name!r} of this store are open: use those, or another name.")
+                raise UsageError(f"crates {name!r} of this store are open: use those, or close them.")
             names[name] = self
         try:
             self._stock.find()
@@ -338,6 +338,22 @@ class Crates:
                     refuse_holders("drop", key, crate.holders(key))
             self._stock.add(dict.fromkeys(keys), None)
             self._stock.tidy()
+
+    @in_one_piece
+    def close(self) -> None:
+        """Let go of the name: crates of it can be opened again.  Idempotent.  The store and its bytes stay.
+
+        Where nobody has the crates any more, the name is free as soon as Python has collected them.
+
+        Raises:
+            LeaseError: a key is leased, or its crate is being moved.
+        """
+        if self._stock.is_here:
+            with _opening:
+                names = _open.get(self._store)
+                if names is not None and names.get(self.name) is self:
+                    self._sharing.close()
+                    del names[self.name]
 
     # --- looking ------------------------------------------------------------------------------
 

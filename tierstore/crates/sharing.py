@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from tierstore.crates.index import Crate, CrateIndex, CrateUse
-from tierstore.errors import KeyNotFound, LeaseError
+from tierstore.errors import KeyNotFound, LeaseError, StoreClosed
 from tierstore.leases import check_key
 
 
@@ -36,8 +36,30 @@ class CrateSharing:
 
     def __init__(self, name: str, index: CrateIndex) -> None:
         self._name = name
+        self._is_closed = False  # guarded by the next, as is the index
         self.index = index
         self.changed = threading.Condition(threading.Lock())
+
+    def require_open(self) -> None:
+        """Raise ``StoreClosed`` after `close`."""
+        if self._is_closed:
+            raise StoreClosed(f"the crates {self._name!r} are closed.")
+
+    def close(self) -> None:
+        """Refuse uses from now on.
+
+        Raises:
+            LeaseError: there are some.
+        """
+        with self.changed:
+            for crate in self.index.crates.values():
+                if not crate.is_idle:
+                    uses = [*crate.readers, *([] if crate.writer is None else [crate.writer])]
+                    raise LeaseError(
+                        f"cannot close crates {self._name!r} while {crate.name!r} is used. Release it first.",
+                        holders=tuple(use.holder for use in uses),
+                    )
+            self._is_closed = True
 
     def place(self, key: str) -> Crate:
         """Return the crate of a key.  Under the lock.
@@ -58,7 +80,9 @@ class CrateSharing:
         Raises:
             KeyNotFound: nothing is under a key.
             UsageError: it is no key.
+            StoreClosed: after `close`.
         """
+        self.require_open()
         while True:
             try:  # all anew: they may be others after a wait
                 crates = list(dict.fromkeys(map(self.index.places.__getitem__, keys)))

@@ -59,6 +59,11 @@ class CrateStock:
             else:
                 self._stubs[crate.name] = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that they were opened in."""
+        return self._process is forks.here()
+
     def require_here(self) -> None:
         """Raise ``StoreForked`` in the child of a fork."""
         forks.require_here(self._process, f"crates {self.name!r}")
@@ -78,6 +83,7 @@ class CrateStock:
         with self._writing:
             self._writer = threading.get_ident()
             try:
+                self._sharing.require_open()
                 yield
             finally:
                 self._writer = None
