@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -18,7 +19,9 @@ from bench.command import Question, Settings, main
 from bench.measure import Spread, percentile, ratios, stopwatch, take_turns
 from bench.rawdisk import RawDisk
 from bench.record import Better, Figure
-from tierstore.crates import Crates
+
+if TYPE_CHECKING:
+    from tierstore.crates import Crates
 
 KIB, MIB = 1024, 1024**2
 DISK_THREADS = 4  # what the files backend takes by default; its peer gets as many
@@ -178,14 +181,18 @@ class Shuttle:
         )
         self._bytes = noise(tensor_bytes)
         self._keys = [f"k{index}" for index in range(count)]
-        self._tensors: ts.Store | Crates = Crates(self.store) if in_crates else self.store
+        self._tensors: ts.Store | Crates = self.store
+        if in_crates:
+            from tierstore.crates import Crates  # which versions that others are compared with may not have
+
+            self._tensors = Crates(self.store)
         for first in range(0, count, _TOGETHER):
             self._put(
                 {self._keys[n]: self._bytes.roll(n) for n in range(first, min(first + _TOGETHER, count))}
             )
 
     def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if isinstance(self._tensors, Crates):
+        if not isinstance(self._tensors, ts.Store):
             self._tensors.put_all(tensors, tier="host")
             return
         for key, tensor in tensors.items():
