@@ -55,7 +55,8 @@ class Crates:
     the next flush, for what the last one left.  That needs memory for a few crates meanwhile, beside the
     quotas.
 
-    Safe from any thread.  Not from a callback of a transfer that a call of its own has ended.
+    Safe from any thread.  A call that would change crates is refused in a callback of a transfer that ends
+    while the same thread changes some.
 
     Args:
         store: where to.
