@@ -416,7 +416,7 @@ class Store:
     def follow(self, plan: Plan | None) -> None:
         """Take ``plan`` as advice about what is used when; None: know nothing.
 
-        It feeds next-use eviction and what prefetches may push out, never correctness.
+        It feeds next-use eviction, what prefetches may push out and room in good time, never correctness.
         """
         self._engine.turn(m.PlanFollowed(plan))
 

@@ -113,7 +113,7 @@ class LedgerMachine(RuleBasedStateMachine):
             Tier("disk", capacities[2], capacities[2], capacities[2], 1, is_durable=True),
         ]
         self.ledger = Ledger(tiers, POLICIES[policy], window, stride)
-        self.ledger.apply(m.PlanFollowed(Plan(("a", "b", "c", "a", "d"))))
+        self.ledger.apply(m.PlanFollowed(Plan(("a", "b", "c", "a", "d"), coming=(0, 3, 30, 1, 0))))
 
     # --- telling and doing ------------------------------------------------------------------
 

@@ -129,6 +129,33 @@ def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() 
     assert follow.plan.residents == {"a"}
 
 
+def _coming(*uses: str | tuple[str, int]) -> list[int]:
+    """Return what a plan says that is coming, of a step that uses keys, and of gradients with their room."""
+    follower = Follower([], "host", lambda _: 64, 1)
+    for use in uses:
+        list(follower.note(use) if isinstance(use, str) else follower.note_gradient(*use))
+    follower.note_step(0)
+    (follow,) = follower.begin_forward()
+    assert isinstance(follow, Follow)
+    assert not follow.plan.coming or len(follow.plan.coming) == len(follow.plan.accesses)
+    return list(follow.plan.coming)
+
+
+def test_room_is_made_for_the_next_gradients_until_it_would_do_for_the_largest_one() -> None:
+    found = _coming("a", ("bias", 2), ("weight", 10), "b", ("small", 4), ("next", 5), ("last", 6), "c")
+    assert found == [12, 10, 15, 15, 11, 6, 0, 0, 0, 0, 0, 0, 0]  # at its end each is looked at once more
+
+
+def test_room_is_made_for_a_gradient_a_few_uses_before_it_comes_and_only_when_it_does() -> None:
+    forward = [f"forward {number}" for number in range(9)]
+    found = _coming(*forward, ("gradient", 7), "a", ("gradient", 7), "b")
+    assert found == [0] * 3 + [7] * 6 + [0] * 5
+
+
+def test_no_room_is_made_where_gradients_need_none() -> None:
+    assert _coming("a", ("gradient", 0), "b") == []
+
+
 def test_a_use_that_is_left_out_is_in_no_plan_and_the_one_after_it_is() -> None:
     follower, _ = _follower(100, 100)
     _step(follower, ["a", "b"])

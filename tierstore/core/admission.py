@@ -46,6 +46,8 @@ class SpaceAdmission:
             CapacityError: it cannot, and no hardware will change that.
         """
         needed = tier_state.charge(want.entry.nbytes) + want.slack_bytes
+        if want.urgency is Urgency.PREFETCH:
+            needed += tier_state.expected_bytes  # nobody waits for it, and somebody would for that
         if needed <= tier_state.free_bytes:
             return Admission.NOW
         self._refuse_if_hopeless(tier_state, want, needed)
@@ -99,9 +101,9 @@ class SpaceAdmission:
     def keep_watermark(self, tier_state: TierState) -> None:
         """Above ``high``, evict down to ``low``, over what can be evicted."""
         leaving = tier_state.draining_bytes + tier_state.leaving_bytes
-        if tier_state.charged_bytes - leaving <= tier_state.tier.high_bytes or not tier_state.evictable:
+        if tier_state.charged_bytes - leaving <= tier_state.high_bytes or not tier_state.evictable:
             return
-        excess = tier_state.charged_bytes - leaving - tier_state.tier.low_bytes
+        excess = tier_state.charged_bytes - leaving - tier_state.low_bytes
         self.evict(tier_state, excess, tier_state.evictable.victims(excess), Urgency.WRITE_BACK)
 
     def _victims(self, tier_state: TierState, want: Want, needed: int) -> Iterator[Replica]:

@@ -331,6 +331,7 @@ class Books:
         self.foresight.follow(plan)
         for tier_state in self.tier_states:
             tier_state.evictable.follow()
+        self._expect()
 
     def advance(self, position: int) -> None:
         """Go on to a position of the plan."""
@@ -338,6 +339,14 @@ class Books:
             entry = self.index.get(key)
             if entry is not None:
                 self.look_ahead_anew(entry)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Have room made for what comes soon."""
+        first = self.tier_states[0]
+        if first.expected_bytes != self.foresight.coming_bytes:
+            first.expected_bytes = self.foresight.coming_bytes
+            self.restless.add(first.index)
 
     def unmark_leaving(self, replica: Replica) -> None:
         """Take back `mark_leaving` if the replica was leaving, without making it evictable."""

@@ -33,6 +33,11 @@ class Foresight:
         passed = (accesses[(former + step) % len(accesses)] for step in range(1, steps + 1))
         return [key for each in passed for key in self.plan.known_as(each)]
 
+    @property
+    def coming_bytes(self) -> int:
+        """What will be put into the first tier soon."""
+        return self.plan.coming[self._position] if self.plan is not None and self.plan.coming else 0
+
     def distance(self, key: str) -> int | None:
         """Return the accesses until ``key`` is used next; ``None``: no plan knows it."""
         return None if self.plan is None else self.plan.distance(key, self._position)

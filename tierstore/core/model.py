@@ -45,11 +45,13 @@ class Plan:
         accesses: the keys in the order of their use.
         aliases: other keys that will be used when the ones they stand for are.
         residents: keys that stay where they are as long as anything else can go.
+        coming: by position, how many bytes are put into the first tier soon after that access; empty: none.
     """
 
     accesses: Sequence[str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     residents: Collection[str] = frozenset()
+    coming: Sequence[int] = ()
     _positions: Mapping[str, list[int]] = field(init=False, repr=False, compare=False)
     _others: Mapping[str, list[str]] = field(init=False, repr=False, compare=False)
 

@@ -64,6 +64,7 @@ class TierState:
         trouble: why the last replica got stuck, where a medium is to blame.
         queues: wants that wait for room, by urgency, first come first.
         waiting: how many there are in the queues.
+        expected_bytes: what is put here soon, as the plan says: room for it is made in good time.
         is_resizing: whether a smaller quota waits for bytes to leave.
         is_committing: whether a commit is under way, after which promises may be void.
     """
@@ -73,6 +74,7 @@ class TierState:
         "counters",
         "draining_bytes",
         "evictable",
+        "expected_bytes",
         "filling_bytes",
         "index",
         "is_committing",
@@ -118,6 +120,7 @@ class TierState:
         self.queues: dict[Urgency, OrderedDict[Want, None]] = {u: OrderedDict() for u in Urgency}
         self.trouble: BaseException | None = None
         self.waiting = 0
+        self.expected_bytes = 0
         self.is_resizing = False
         self.is_committing = False
         self.counters = Counters()
@@ -146,7 +149,17 @@ class TierState:
     @property
     def is_restless(self) -> bool:
         """Whether a change here may let somebody go on, or calls for eviction."""
-        return bool(self.waiting) or self.is_resizing or self.charged_bytes > self.tier.high_bytes
+        return bool(self.waiting) or self.is_resizing or self.charged_bytes > self.high_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        """Above this many charged bytes, eviction begins ..."""
+        return min(self.tier.high_bytes, self.limit_bytes - self.expected_bytes)
+
+    @property
+    def low_bytes(self) -> int:
+        """... and goes on down to this many."""
+        return min(self.tier.low_bytes, self.limit_bytes - self.expected_bytes)
 
     def charge(self, nbytes: int) -> int:
         """Return what a replica of ``nbytes`` is charged here."""

@@ -19,6 +19,7 @@ def plan_from(
     trace: Trace | Sequence[str],
     aliases: Mapping[str, str] | None = None,
     residents: Collection[str] = frozenset(),
+    coming: Sequence[int] = (),
 ) -> Plan:
     """Return the plan that expects every step to be as the one recorded.
 
@@ -26,9 +27,10 @@ def plan_from(
         trace: of one step.
         aliases: other keys that will be used when the ones they stand for are.
         residents: keys that stay where they are as long as anything else can go.
+        coming: by position, how many bytes are put into the first tier soon after it.
     """
     accesses = trace.accesses if isinstance(trace, Trace) else tuple(trace)
-    return Plan(accesses, aliases or {}, residents)
+    return Plan(accesses, aliases or {}, residents, coming)
 
 
 class PlanPosition:

@@ -377,10 +377,10 @@ class Session:
         if self.budget is not None:
             self.budget.look()
 
-    def _note_put(self, binding: Binding) -> None:
+    def _note_put(self, binding: Binding, room: int) -> None:
         if self.recorder.is_on:
             self.recorder.mark(Sign.PUT, binding.key, binding.nbytes)
-        self.prefetcher.note_gradient(binding.key)
+        self.prefetcher.note_gradient(binding.key, room)
 
     def _note(self, binding: Binding) -> None:
         if self.recorder.is_on:

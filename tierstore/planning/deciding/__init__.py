@@ -24,7 +24,7 @@ from tierstore.planning.deciding.following import (
     PrefetchWindow,
     next_version,
 )
-from tierstore.planning.deciding.stashing import is_stashed, must_stash
+from tierstore.planning.deciding.stashing import is_stashed, must_stash, room_bytes
 from tierstore.planning.deciding.steps_ahead import Patience, StepTime, TierRoom, has_room_ahead, step_time
 
 __all__ = [
@@ -47,5 +47,6 @@ __all__ = [
     "is_stashed",
     "must_stash",
     "next_version",
+    "room_bytes",
     "step_time",
 ]

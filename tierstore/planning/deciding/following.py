@@ -6,13 +6,14 @@
 2. Advice is carried out in order, and the next one is decided when the last was carried out: what happens
    meanwhile counts.  So uses may come in the midst of another one's advice.
 3. A step has one order of uses.  One that turns out otherwise the next time is only advised worse.
-4. Where new values wait to take the place of old ones, it is they that are brought to the first tier.
+4. Backward waits for room for a gradient: the plan says where in a step there should be some before it comes.
+5. Where new values wait to take the place of old ones, it is they that are brought to the first tier.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -21,6 +22,9 @@ from tierstore.planning.planner import PlanPosition, plan_from
 from tierstore.planning.trace import Trace
 
 ChooseResidents = Callable[[Sequence[str], Sequence[str]], frozenset[str]]
+
+USES_BEFORE_ROOM = 6
+"""Of all keys, before a gradient comes, room is made for it: a bundle's own in backward, and its step's."""
 
 MOST_STEPS_WITHOUT_ALL = 16
 """A step ends when every optimizer has stepped, or one of them this often."""
@@ -130,7 +134,7 @@ class Follower:
         self._followed: tuple[str, ...] = ()
         self._last = ""
         self._left_out: set[str] = set()  # keys whose next use no plan has
-        self._gradients: dict[str, None] = {}
+        self._gradients: dict[str, int] = {}  # the bytes that need room in the first tier, by key
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
         self._choose_residents = choose_residents
         self.residents: frozenset[str] = frozenset()
@@ -179,9 +183,14 @@ class Follower:
         self._passing[key] = nbytes
         return self.note(key)
 
-    def note_gradient(self, key: str) -> Iterator[Advice]:
-        """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
-        self._gradients[key] = None
+    def note_gradient(self, key: str, room_bytes: int = 0) -> Iterator[Advice]:
+        """Take in that a gradient comes to be under ``key``: it is there until the step ends.
+
+        Args:
+            key: it is put when this is done.
+            room_bytes: that the first tier has to have room for then, and others have to leave it for.
+        """
+        self._gradients[key] = room_bytes
         return self.note(key)
 
     def leave_out(self, keys: Sequence[str]) -> None:
@@ -208,7 +217,8 @@ class Follower:
 
     def _end_step(self) -> Iterator[Advice]:
         accesses = self._trace.take()
-        gradients, self._gradients = tuple(self._gradients), {}
+        rooms, self._gradients = self._gradients, {}
+        gradients = tuple(rooms)
         self._left_out.clear()
         self._last = ""
         if not accesses:
@@ -223,6 +233,7 @@ class Follower:
             (*accesses, *gradients),
             {next_version(key): key for key in dict.fromkeys(accesses)},
             self.residents,
+            _coming(accesses, rooms),
         )
         self._followed = accesses
         return self._follow(plan)
@@ -266,3 +277,34 @@ class Follower:
         """Return what a window has to bring for a key; nothing if somebody else tells when it comes there."""
         nbytes = self._nbytes_of(key)
         return nbytes if nbytes or window.tier == self._first_tier else self._passing.get(key, 0)
+
+
+def _coming(accesses: Sequence[str], rooms: Mapping[str, int]) -> Sequence[int]:
+    """Return by access for how many bytes of gradients room is made then; empty: for none.
+
+    That is for as many of the next ones as are together no less than the largest one of all.
+
+    Args:
+        accesses: of a step.
+        rooms: that gradients need when they come, by key.
+    """
+    largest_bytes = max(rooms.values(), default=0)
+    if not largest_bytes:
+        return ()
+    length = len(accesses) + len(rooms)
+    needed = [0] * (length + USES_BEFORE_ROOM)
+    for key, position in {key: position for position, key in reversed([*enumerate(accesses)])}.items():
+        needed[position] = rooms.get(key, 0)
+    return [
+        _until(needed[following : following + USES_BEFORE_ROOM], largest_bytes)
+        for following in range(1, length + 1)
+    ]
+
+
+def _until(sizes: Sequence[int], enough_bytes: int) -> int:
+    total_bytes = 0
+    for nbytes in sizes:
+        if total_bytes >= enough_bytes:
+            break
+        total_bytes += nbytes
+    return total_bytes

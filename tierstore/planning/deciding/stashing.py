@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tierstore.planning.deciding.device_share import ALIGNMENT_BYTES
 from tierstore.planning.homes import CPU, Home, Stashing
 from tierstore.planning.rules import HOST
+from tierstore.units import align_up
 
 
 def must_stash(stashing: Stashing, *, has_room: bool) -> bool:
@@ -27,3 +29,18 @@ def is_stashed(home: Home, first_tier: str, *, must: bool) -> bool:
         must: see `must_stash`.
     """
     return must or (home.device == CPU and first_tier != HOST)
+
+
+def room_bytes(home: Home, first_tier: str, nbytes: int) -> int:
+    """Return for how much of the first tier room is made before a gradient comes: backward waits for it.
+
+    Beside a device that has a quota of its own nothing is made in good time: how much is the store's changes
+    with the step's phases.
+
+    Args:
+        home: the gradient's.
+        first_tier: of the store.
+        nbytes: the gradient's.
+    """
+    is_there = first_tier == HOST and home.tier in (None, HOST)
+    return align_up(nbytes, ALIGNMENT_BYTES) if is_there else 0

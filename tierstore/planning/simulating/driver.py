@@ -7,7 +7,7 @@ decided by `tierstore.planning.deciding`, as in a run.
 
 from __future__ import annotations
 
-from tierstore.planning.deciding import is_stashed, must_stash
+from tierstore.planning.deciding import is_stashed, must_stash, room_bytes
 from tierstore.planning.homes import CPU
 from tierstore.planning.program import ByteKind, Datum, Does, Moment, Phase
 from tierstore.planning.simulating.homes_of import homes_of
@@ -181,8 +181,9 @@ class Driver:
             self._device.settle()
             self._device.look(datum.nbytes)
         if self._is_stashed(datum):
-            self._windows.carry(self._windows.follower.note_gradient(datum.key))
             home = homes_of(self._placement, datum.owner).gradients
+            needed_bytes = room_bytes(home, self._store.names[0], datum.nbytes)
+            self._windows.carry(self._windows.follower.note_gradient(datum.key, needed_bytes))
             self._store.put(datum.key, datum.nbytes, self._tier(home.tier))
         elif not self._own.has(datum.key):
             self._own.take(datum)

@@ -24,7 +24,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.planning import Home
-from tierstore.planning.deciding import is_stashed
+from tierstore.planning.deciding import is_stashed, room_bytes
 from tierstore.store import Store
 from tierstore.training.autograd.gradient import (
     Gradient,
@@ -39,7 +39,7 @@ from tierstore.training.autograd.gradient import (
 )
 from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.bundles.binding import values_of
-from tierstore.training.bundles.bindings import Access, Binding, Bindings, natively
+from tierstore.training.bundles.bindings import Binding, Bindings, natively
 from tierstore.training.bundles.bundle_tiers import access_after_use
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.layout import flat_bytes, lay_out
@@ -59,7 +59,7 @@ class Gradients:
         fault_handler: who looks after handles.
         table: of what is known of them.
         must_stash: says whether those that autograd makes from now on are to be stashed.
-        note_put: told of each that comes to be stashed.
+        note_put: told of each that comes to be stashed, and how much room it needs in the first tier.
         note_change: told of the parameter before a stash changes or goes.
 
     Attributes:
@@ -75,7 +75,7 @@ class Gradients:
         table: GradientTable,
         *,
         must_stash: Callable[[], bool],
-        note_put: Access,
+        note_put: Callable[[Binding, int], None],
         note_change: Callable[[torch.Tensor], None],
     ) -> None:
         self._store = store
@@ -332,7 +332,7 @@ class Gradients:
             binding.is_saved_by_reference = False
             binding.after_use = access_after_use(gradient.home, self._store)
             binding.confined_to = _confined_to(gradient)
-            self._note_put(binding)
+            self._note_put(binding, room_bytes(gradient.home, self._store.tier_names[0], nbytes))
             self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=gradient.home.tier)
         gradient.binding = binding
         gradient.move(GradientState.STASHED)

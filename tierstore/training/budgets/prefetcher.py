@@ -70,10 +70,15 @@ class Prefetcher:
         with self._lock:
             self._advise(self._follower.note_passing(key, nbytes))
 
-    def note_gradient(self, key: str) -> None:
-        """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
+    def note_gradient(self, key: str, room_bytes: int = 0) -> None:
+        """Take in that a gradient comes to be under ``key``: it is there until the step ends.
+
+        Args:
+            key: it is put when this is done.
+            room_bytes: see `tierstore.planning.deciding.Follower.note_gradient`.
+        """
         with self._lock:
-            self._advise(self._follower.note_gradient(key))
+            self._advise(self._follower.note_gradient(key, room_bytes))
 
     def leave_out(self, keys: Sequence[str]) -> None:
         """Take in that the next use of each key is as in no other step."""
