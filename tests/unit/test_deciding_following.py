@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch, PrefetchWindow
+from tierstore.planning.deciding.following import USES_BEFORE_ROOM
 
 SIZES = {"a": 100, "b": 40, "c": 70, "d": 300, "activation": 0}
 PASSING = 60  # bytes of the activation
@@ -147,9 +148,9 @@ def test_room_is_made_for_the_next_gradients_until_it_would_do_for_the_largest_o
 
 
 def test_room_is_made_for_a_gradient_a_few_uses_before_it_comes_and_only_when_it_does() -> None:
-    forward = [f"forward {number}" for number in range(9)]
+    forward = [f"forward {number}" for number in range(USES_BEFORE_ROOM + 3)]
     found = _coming(*forward, ("gradient", 7), "a", ("gradient", 7), "b")
-    assert found == [0] * 3 + [7] * 6 + [0] * 5
+    assert found == [0] * 3 + [7] * USES_BEFORE_ROOM + [0] * 5
 
 
 def test_no_room_is_made_where_gradients_need_none() -> None:

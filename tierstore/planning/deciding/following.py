@@ -23,8 +23,8 @@ from tierstore.planning.trace import Trace
 
 ChooseResidents = Callable[[Sequence[str], Sequence[str]], frozenset[str]]
 
-USES_BEFORE_ROOM = 6
-"""Of all keys, before a gradient comes, room is made for it: a bundle's own in backward, and its step's."""
+USES_BEFORE_ROOM = 16
+"""Room is made so many uses before a gradient comes: a bundle's in backward and in its step, and more."""
 
 MOST_STEPS_WITHOUT_ALL = 16
 """A step ends when every optimizer has stepped, or one of them this often."""
