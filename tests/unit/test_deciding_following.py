@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch, PrefetchWindow
+from tierstore.planning.deciding import (
+    Advance,
+    Advice,
+    Follow,
+    Follower,
+    Prefetch,
+    PrefetchWindow,
+    room_bytes,
+)
 from tierstore.planning.deciding.following import USES_BEFORE_ROOM
+from tierstore.planning.homes import Home
 
 SIZES = {"a": 100, "b": 40, "c": 70, "d": 300, "activation": 0}
 PASSING = 60  # bytes of the activation
@@ -155,6 +164,16 @@ def test_room_is_made_for_a_gradient_a_few_uses_before_it_comes_and_only_when_it
 
 def test_no_room_is_made_where_gradients_need_none() -> None:
     assert _coming("a", ("gradient", 0), "b") == []
+
+
+@pytest.mark.parametrize(
+    ("tier", "first_tier", "expected"),
+    [(None, "host", 1024), ("host", "host", 1024), ("disk", "host", 0), (None, "device", 0)],
+)
+def test_a_gradient_needs_room_where_host_memory_is_first_and_takes_it(
+    tier: str | None, first_tier: str, expected: int
+) -> None:
+    assert room_bytes(Home(tier, "cpu"), first_tier, 600) == expected
 
 
 def test_a_use_that_is_left_out_is_in_no_plan_and_the_one_after_it_is() -> None:
