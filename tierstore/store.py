@@ -422,7 +422,7 @@ class Store:
 
     def advance(self, position: int) -> None:
         """Say that the access at ``position`` of the plan happens now."""
-        self._engine.turn(m.Advanced(position))
+        self._engine.note(m.Advanced(position))
 
     # --- looking ------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ def test_a_use_is_noted_when_new_values_have_their_replica(
         told.append(tuple(names) if is_split else ())
         return is_split
 
-    def notes(prefetcher: Prefetcher, key: str) -> None:
-        told.append(key)
-        note(prefetcher, key)
+    def notes(prefetcher: Prefetcher, *keys: str) -> None:
+        told.extend(keys)
+        note(prefetcher, *keys)
 
     monkeypatch.setattr(Lease, "split", splits)
     monkeypatch.setattr(Prefetcher, "note", notes)

@@ -232,7 +232,7 @@ def test_who_has_rows_in_hand_finds_the_bindings_free(
             with lock:
                 has_rows.set()
                 wants_rows.wait()
-                bindings = session.bindings._lock
+                bindings = session.bindings.lock
                 free.append(bindings.acquire(blocking=False))
                 if free[-1]:
                     bindings.release()

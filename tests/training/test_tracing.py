@@ -28,9 +28,9 @@ def keys_used_in_a_run(build: Callable[[], Parts], patch: pytest.MonkeyPatch) ->
     asked: list[str] = []
     note = Prefetcher.note
 
-    def noted(self: Prefetcher, key: str) -> None:
-        asked.append(key)
-        note(self, key)
+    def noted(self: Prefetcher, *keys: str) -> None:
+        asked.extend(keys)
+        note(self, *keys)
 
     patch.setattr(Prefetcher, "note", noted)
     model, inputs, optimizer = build()

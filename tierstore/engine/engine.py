@@ -36,6 +36,9 @@ T = TypeVar("T")
 
 _RECORD_FIELDS = attrgetter("name", "note", "slot")
 
+MOST_NOTED = 64
+"""How much waits to be taken in at most, where nobody asks for anything."""
+
 log = logging.getLogger("tierstore")
 
 
@@ -322,6 +325,17 @@ class Engine:
         self._dispatcher.refuse_if_broken()
         if self._is_closed:
             raise StoreClosed("the store is closed.")
+
+    def note(self, advice: m.Event) -> None:
+        """Tell what the books are to know when they decide something next; whoever comes next takes it in.
+
+        Raises:
+            StoreClosed: too late; `StoreForked` in the child of a fork.
+        """
+        self.require_open()
+        self.told.append(advice)
+        if len(self.told) >= MOST_NOTED:
+            self.take_in()
 
     def tell(self, outcome: m.Event) -> None:
         """Tell what something came to that a caller did; carry out what follows.  Also after `close`."""

@@ -116,7 +116,7 @@ def _meter(store: Store) -> Meter:
 
 
 def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
-    """Return how far ahead is prefetched: to the fastest tier first."""
+    """Return how far ahead is prefetched: to the fastest tier first; to the last one there is nothing to."""
     tiers = store.stats().tiers
-    names = [name for name in store.tier_names if name in placement.ahead]
+    names = [name for name in store.tier_names[:-1] if name in placement.ahead]
     return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]

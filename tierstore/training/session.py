@@ -382,15 +382,15 @@ class Session:
             self.recorder.mark(Sign.PUT, binding.key, binding.nbytes)
         self.prefetcher.note_gradient(binding.key, room)
 
-    def _note(self, binding: Binding) -> None:
-        if self.recorder.is_on:
+    def _note(self, bindings: Sequence[Binding]) -> None:
+        for binding in bindings if self.recorder.is_on else ():
             self.recorder.mark(Sign.USE, binding.key, binding.nbytes)
         self._settle_budget()
         self.link.sweep()
-        if binding.confined_to is None:
-            self.prefetcher.note(binding.key)
-        else:
-            self.prefetcher.note_passing(binding.key, binding.nbytes)
+        self.prefetcher.note(*[each.key for each in bindings if each.confined_to is None])
+        for binding in bindings:
+            if binding.confined_to is not None:
+                self.prefetcher.note_passing(binding.key, binding.nbytes)
 
     def _settle_budget(self) -> None:
         if self.budget is not None:

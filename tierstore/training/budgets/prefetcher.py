@@ -6,7 +6,7 @@ threads may interleave as they like.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
@@ -56,11 +56,11 @@ class Prefetcher:
         with self._lock:
             self._follower.set_limit(tier, limit_bytes)
 
-    def note(self, key: str) -> None:
-        """Take in that ``key`` is used now; prefetch what comes after it."""
-        if self._follower.is_planning:
+    def note(self, *keys: str) -> None:
+        """Take in that ``keys`` are used now, in this order; prefetch what comes after them."""
+        if keys and self._follower.is_planning:
             with self._lock:
-                self._advise(self._follower.note(key))
+                self._advise(itertools.chain.from_iterable(map(self._follower.note, keys)))
 
     def note_passing(self, key: str, nbytes: int) -> None:
         """Take in that an activation is used now.
@@ -101,6 +101,8 @@ class Prefetcher:
             self._advise(self._follower.begin_inference())
 
     def _advise(self, advices: Iterator[Advice]) -> None:
+        """Carry advice out: what is to come to one tier is asked for together."""
+        ahead: dict[str, list[str]] = {}
         for advice in advices:
             match advice:
                 case Follow(plan):
@@ -108,8 +110,17 @@ class Prefetcher:
                 case Advance(position):
                     self._store.advance(position)
                 case Prefetch(key, tier):
-                    # A gradient that is not there yet, or was dropped: nothing to bring.
-                    with contextlib.suppress(KeyNotFound):
-                        self._store.prefetch(key, tier=tier)
+                    ahead.setdefault(tier, []).append(key)
                 case _ as never:
                     assert_never(never)
+        for tier, keys in ahead.items():
+            self._prefetch(keys, tier)
+
+    def _prefetch(self, keys: list[str], tier: str) -> None:
+        while keys:
+            try:
+                self._store.prefetch(*keys, tier=tier)
+            except KeyNotFound as error:
+                keys.remove(error.key or "")  # a gradient that is not there yet, or was dropped
+            else:
+                return

@@ -88,7 +88,7 @@ class Bindings:
 
     Args:
         store: where the bytes are.
-        note_access: told of every use, when its bytes are held.
+        note_uses: told of bindings that are used together, when their bytes are held.
         apart: what is allocated inside this context is the store's.
         explain: asked when bundles cannot be here together.
         note_lent: told of each storage that shows leased bytes, of which the store knows nothing, and of the
@@ -97,6 +97,7 @@ class Bindings:
         recorder: told when bytes are about to be asked for; ``None``: nobody is.
 
     Attributes:
+        lock: while it is held, no other thread opens a window.
         leasing: whether they may be leased.
         keeps_leases: whether leases stay: see the module's fifth rule.
         pinned: those that keep the lease that they have got.
@@ -106,7 +107,7 @@ class Bindings:
     def __init__(
         self,
         store: Store,
-        note_access: Access,
+        note_uses: Callable[[Sequence[Binding]], None],
         apart: Apart = ordinary_mode,
         explain: Explain = lambda error: error,
         note_lent: NoteLent | None = None,
@@ -115,13 +116,13 @@ class Bindings:
     ) -> None:
         self.store = store
         self._recorder = recorder
-        self._note_access = note_access
+        self._note_uses = note_uses
         self.apart = apart
         self._explain = explain
         self._note_lent = note_lent
         self._computing_tier: str | None = None
         self._reclaimer = reclaimer or NothingToReclaim()
-        self._lock = locks.new_lock(Rank.BINDINGS)  # guards all bindings and the next five
+        self.lock = locks.new_lock(Rank.BINDINGS)  # guards all bindings and the next five
         self.leasing = Leasing()
         self.keeps_leases = store.tier_names == (HOST,)
         self._kept: dict[str, Binding] = {}  # whose leases nobody needs
@@ -135,10 +136,12 @@ class Bindings:
         self._threads: list[threading.Thread] = []  # that use the model and that Python has started
         self.are_several = False
 
-    def note_access(self, binding: Binding) -> None:
-        """Take in that a binding is used now."""
-        binding.uses += 1
-        self._note_access(binding)
+    def note_uses(self, bindings: Sequence[Binding]) -> None:
+        """Take in that bindings are used now, in this order."""
+        for binding in bindings:
+            binding.uses += 1
+        if bindings:
+            self._note_uses(bindings)
 
     def compute_in(self, tier: str | None) -> None:
         """Lease all bundles in ``tier`` from now on; ``None``: each where it says itself."""
@@ -150,7 +153,7 @@ class Bindings:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Let no other thread open a window, inside the context."""
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             yield
 
     # --- threads ------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class Bindings:
         """This thread begins to use the model: see the module's second rule."""
         if self._here.is_known and not self.are_several:
             return
-        with self._lock:
+        with self.lock:
             self._threads = [each for each in self._threads if each.is_alive()]
             if not self._here.is_known:
                 self._here.is_known = True
@@ -225,20 +228,19 @@ class Bindings:
             if len(order) == 1:
                 raise
             let_frames_go(error)
-            with self._lock:  # or what other threads bring would lie between them
+            with self.lock:  # or what other threads bring would lie between them
                 self._empty(self._tier_of(order[0]))
                 self._open_or_none(order, classes)
 
     def _open_or_none(self, bindings: Sequence[Binding], classes: Classes | None) -> None:
-        with self._lock:  # until it is known what is open: an interrupt may come at every call
+        with self.lock:  # until it is known what is open: an interrupt may come at every call
             opened: list[Binding] = []
             try:
                 with self.apart():
                     fresh = self._hold_all(bindings, opened)
                     # Held first, and all of them: what the plan has passed is what prefetches push out, and
                     # what they bring would lie between what is leased.
-                    for binding in bindings:
-                        self.note_access(binding)
+                    self.note_uses(bindings)
                     for binding in fresh:
                         dress(binding, self._worn_in_window(binding, classes))
             except BaseException:
@@ -271,7 +273,7 @@ class Bindings:
             opened: on which; each is taken out as its window closes, so that an interrupt leaves the others.
         """
         failure: BaseException | None = None
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             are_saved_as_they_are = not are_hooks_allowed()
             while opened:
                 binding = opened.pop()
@@ -308,7 +310,7 @@ class Bindings:
     @in_one_piece
     def watch(self, bindings: Sequence[Binding]) -> None:
         """Other code than PyTorch's gets its hands on bundles that have windows: see if it writes."""
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             watch(bindings)
 
     @in_one_piece
@@ -316,20 +318,20 @@ class Bindings:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
         are_handed_on = has_hands_on_tensors()
         self._ask()
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             self._hold(binding)
             if are_handed_on:
                 watch([binding])
             if binding.windows == 0:
                 self._lingering[binding] = None
-            self.note_access(binding)
+            self.note_uses([binding])
             assert binding.flat is not None
             return binding.flat.detach()  # which refers to them before another thread may release the lease
 
     @in_one_piece
     def leased(self, binding: Binding) -> torch.Tensor | None:
         """Return the bundle's flat bytes if they are leased; they stay while anything refers to them."""
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             return None if binding.flat is None else binding.flat.detach()
 
     def find(self, tensor: torch.Tensor) -> Binding | None:
@@ -341,7 +343,7 @@ class Bindings:
     @in_one_piece
     def keep_addresses(self, bindings: Sequence[Binding]) -> None:
         """Keep bundles that have windows where they are: somebody knows addresses of theirs."""
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             for binding in bindings:
                 assert binding.flat is not None
                 self._addressed.setdefault(binding, binding.flat.detach())
@@ -350,25 +352,24 @@ class Bindings:
     def forget_addresses(self) -> None:
         """Nobody uses an address any more that was told before."""
         if self._addressed:
-            with self._lock, self.apart():
+            with self.lock, self.apart():
                 self._addressed.clear()
                 self.sweep()
 
     @in_one_piece
     def sweep(self) -> None:
         """Release every lease that no window needs and nothing refers to."""
-        if not self._lingering:
-            return
-        with self._lock, self.apart():
-            for binding in list(self._lingering):
-                self._settle(binding)
+        if self._lingering:
+            with self.lock, self.apart():
+                for binding in list(self._lingering):
+                    self._settle(binding)
 
     @in_one_piece
     def release_idle(self, binding: Binding) -> bool:
         """Release the lease if nothing needs it; return whether all bytes are the store's now."""
         if binding.lease is None and not self._abroad:  # of nearly all bundles, for each in every step
             return binding.is_whole
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             self.bring_home()
             if binding.windows == 0 and binding.lease is not None:
                 self._settle(binding)
@@ -385,7 +386,7 @@ class Bindings:
         """
         if not self._abroad or self.leasing.state is LeasingState.SUSPENDED:
             return
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             travellers = that_may_return(self._abroad)
             for binding in travellers:
                 self._abroad.pop(binding)  # first: what is leased brings others home
@@ -553,18 +554,17 @@ class Bindings:
 
         For all of them it does not wait: whoever finds no room may have locks that come after this one.
         """
-        if not self._kept or not self._lock.acquire(blocking=key is not None):
+        if not self._kept or not self.lock.acquire(blocking=key is not None):
             return False
         try:
             keys = [*self._kept] if key is None else [key] * (key in self._kept)
-            kept = [self._kept[each] for each in keys]
-            idle = [each for each in kept if not (each.windows or each.is_referred_to)]
+            idle = [b for b in map(self._kept.__getitem__, keys) if not (b.windows or b.is_referred_to)]
             with self.apart():
                 for binding in idle:
                     self._release(binding)
             return bool(idle)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _release(self, binding: Binding) -> None:
         """End the lease; where that was interrupted, do the rest of it."""
@@ -587,7 +587,7 @@ class Bindings:
     @in_one_piece
     def forsake(self, binding: Binding) -> None:
         """End the binding's lease whoever refers to its bytes, and open no window again."""
-        with self._lock, self.apart():
+        with self.lock, self.apart():
             self.pinned.discard(binding)
             binding.windows = 0
             if binding.residency is Residency.OPEN:

@@ -40,7 +40,7 @@ from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.planning.deciding import Patience, StepTime, has_room_ahead
 from tierstore.training.bundles.bindings import Binding, natively
-from tierstore.training.bundles.tensor_slots import is_sharded_kind, memory_of
+from tierstore.training.bundles.tensor_slots import is_sharded_kind
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.doubles import (
     is_equal,
@@ -55,7 +55,7 @@ from tierstore.training.optimizers.host_stepper import HostStepper
 from tierstore.training.optimizers.local_steps import is_of_shards, lie_alike
 from tierstore.training.optimizers.made_steps import MadeStep, Stashed, StepBasis, basis_of, made_from
 from tierstore.training.optimizers.registered import is_known
-from tierstore.training.optimizers.step_units import StepTrainer, StepUnit, options_of, placed
+from tierstore.training.optimizers.step_units import StepTrainer, StepUnit, options_of
 from tierstore.training.optimizers.steps_aside import StepAside
 from tierstore.training.pytorch.own_work import are_modes_on
 
@@ -270,23 +270,19 @@ class SpeculativeSteps:
 
     def _make(self, turn: StepUnit) -> None:
         basis = self._basis_of(turn)
-        lease = self._lease_beside(basis)
-        if lease is None:
-            return
         made: MadeStep | None = None
-        gradients = basis.gradients
-        try:
-            with (
-                placed(self._bindings, gradients, self._trainer.step_tier(turn.bundle)),
-                self._bindings.window(gradients),
-                self._expectations.stepper.turn,
-            ):
-                made = made_from(basis, lease.__getitem__, lambda gradient: memory_of(gradient.tensors[0]))
-        finally:
+        with self._bindings.lock:  # or others would open windows on gradients, which are leased by their keys
             with self._bindings.apart():
-                lease.release(written=made is not None)
-                if made is None:
-                    self._store.drop(*basis.names.values())
+                lease = self._lease_beside(basis)
+            if lease is None:
+                return
+            try:
+                made = self._made_with(lease, basis)
+            finally:
+                with self._bindings.apart():
+                    lease.release(written=made is not None)
+                    if made is None:
+                        self._store.drop(*basis.names.values())
         self._gradients.table.know_uses(turn.parameters)
         self._made[turn.bundle] = made
         self._expectations.made[turn.bundle] = self
@@ -294,30 +290,48 @@ class SpeculativeSteps:
     def _lease_beside(self, basis: StepBasis) -> Lease | None:
         """Lease what is to become the new values, beside the old ones; ``None``: it cannot be."""
         names = basis.names
-        with self._bindings.alone():
-            if any(name in self._store for name in names.values()):
-                return None  # another optimizer of the same parameters was faster
-            tier = self._trainer.step_tier(basis.needed[0])
-            lease = self._store.lease(*names, tier=tier, write=True)
-            is_split = is_kept = False
-            try:
-                is_split = lease.split(names)
-                # Split first: what the plan has passed is what prefetches push out, be it in the tier below:
-                # without another replica of the old values there is no step beside them.
-                for binding in basis.needed:
-                    self._bindings.note_access(binding)
-                is_kept = is_split
-            finally:
-                if not is_kept:
-                    lease.release(written=False)
-                    if is_split:
-                        self._store.drop(*names.values())
-            if is_kept:
-                return lease
-            self._without_others.add(basis.needed[0])
-            for binding in sorted(basis.gradients, key=lambda binding: -binding.nbytes):
-                self._trainer.prefetcher.note(binding.key)  # as in other steps: see `leave_out`
-            return None
+        if any(name in self._store for name in names.values()):
+            return None  # another optimizer of the same parameters was faster
+        lease = self._store.lease(*names, tier=self._trainer.step_tier(basis.needed[0]), write=True)
+        is_split = is_kept = False
+        try:
+            is_split = lease.split(names)
+            # Split first: what the plan has passed is what prefetches push out, be it in the tier below:
+            # without another replica of the old values there is no step beside them.
+            self._bindings.note_uses(basis.needed)
+            is_kept = is_split
+        finally:
+            if not is_kept:
+                lease.release(written=False)
+                if is_split:
+                    self._store.drop(*names.values())
+        if is_kept:
+            return lease
+        self._without_others.add(basis.needed[0])
+        for binding in sorted(basis.gradients, key=lambda binding: -binding.nbytes):
+            self._trainer.prefetcher.note(binding.key)  # as in other steps: see `leave_out`
+        return None
+
+    def _made_with(self, lease: Lease, basis: StepBasis) -> MadeStep:
+        """Let the step be made in leased bytes; gradients are leased by their keys: no tensor shows it."""
+        # Large pieces first: what is leased cannot be moved to make room in one piece.
+        read = sorted(basis.gradients, key=lambda binding: -binding.nbytes)
+        tier = self._trainer.step_tier(basis.turn.bundle)
+        with self._bindings.apart():
+            gradients = self._store.lease(*[binding.key for binding in read], tier=tier)
+        try:
+            with self._bindings.apart():
+                self._bindings.note_uses(read)
+            with self._expectations.stepper.turn:
+                return made_from(
+                    basis, lease.__getitem__, lambda each: each.places[0].view(gradients[each.key])
+                )
+        finally:
+            with self._bindings.apart():
+                gradients.release()
+                for binding in read:
+                    if binding.after_use is not None:
+                        binding.after_use(binding)
 
     def _hand_over(self, turn: StepUnit) -> None:
         """Let a step be made on the host while backward goes on; leave it to its time if that cannot be."""
@@ -326,8 +340,7 @@ class SpeculativeSteps:
         basis = self._basis_of(turn)
         aside = StepAside(basis, self._bindings, self._expectations.stepper)
         with self._bindings.alone():  # the plan takes these uses for this thread's, in whose order they are
-            for binding in (*basis.needed, *basis.gradients):
-                self._bindings.note_access(binding)
+            self._bindings.note_uses([*basis.needed, *basis.gradients])
         self._gradients.table.know_uses(turn.parameters)
         self._aside[turn.bundle] = aside
         self._expectations.made[turn.bundle] = self
