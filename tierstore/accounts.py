@@ -13,7 +13,7 @@ from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
 from tierstore.spi import CountingBackend
-from tierstore.stats import Counted, MovingCopy, StoreStats, TierStats, Traffic, plain_values
+from tierstore.stats import Counted, MovingCopy, RoomStats, StoreStats, TierStats, Traffic, plain_values
 from tierstore.tier_backends import TierBackend
 
 
@@ -43,6 +43,17 @@ def collect(
         for (name, backend), tier in zip(backends.items(), tiers, strict=True)
     }
     return StoreStats(by_name, traffic, stall_seconds)
+
+
+def rooms(engine: Engine, names: Sequence[str]) -> dict[str, RoomStats]:
+    """Ask the books what the tiers, of these names, have room for."""
+    found = engine.look(
+        lambda ledger: [
+            RoomStats(each.tier.capacity_bytes, each.charged_bytes, each.leased_bytes)
+            for each in ledger.books.tier_states
+        ]
+    )
+    return dict(zip(names, found, strict=True))
 
 
 def moving(engine: Engine, names: Sequence[str], most: int) -> tuple[MovingCopy, ...]:

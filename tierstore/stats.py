@@ -11,7 +11,7 @@ import enum
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierstore.codec import CodecStats
 
@@ -57,6 +57,14 @@ class TierStats:
     codec: CodecStats | None = None
     io: Mapping[str, Counted] = field(default_factory=dict, hash=False)
     wrappers: Mapping[str, Mapping[str, Counted]] = field(default_factory=dict, hash=False)
+
+
+class RoomStats(NamedTuple):
+    """What one tier has room for; see `TierStats`."""
+
+    capacity_bytes: int
+    charged_bytes: int
+    leased_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class TensorIo:
             slots.append(slot)
             tensors[replica.key] = view_bytes(slot.memory, spec)
         device = self._engine.backends[granted[0].place.tier].capabilities.device
-        loan = Loan(slots) if current_stream(device) is None else StreamLoan(slots, device)
+        loan = Loan(slots) if device.type == "cpu" else StreamLoan(slots, device)
         try:
             loan.begin()
         except BaseException:
@@ -222,7 +222,7 @@ class StreamLoan(Loan):
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream of ``device`` that is current in this thread; ``None``: it has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device.index)
 
 
 def spec_of(granted: Granted) -> TensorSpec:

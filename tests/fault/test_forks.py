@@ -162,6 +162,7 @@ USES: dict[str, Callable[[Scene], object]] = {
     "iter": lambda s: list(s.store),
     "keys": lambda s: s.store.keys(),
     "stats": lambda s: s.store.stats(),
+    "rooms": lambda s: s.store.rooms(),
     "leased bytes": lambda s: s.store.leased_bytes("host"),
     "lease[key]": lambda s: s.lease["a"],
     "lease.tensor": lambda s: s.lease.tensor,

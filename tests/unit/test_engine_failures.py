@@ -17,7 +17,7 @@ from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Tier
-from tierstore.engine.engine import Engine
+from tierstore.engine.engine import MOST_NOTED, Engine
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import BackendError, StoreClosed
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, Slot
@@ -224,6 +224,21 @@ def test_an_outcome_that_a_broken_store_cannot_take_is_logged_in_the_backends_th
 def small_engine() -> Engine:
     tiers = [Tier("host", 100, 100, 100, is_host=True)]
     return Engine(Ledger(tiers, POLICIES["lru"]), memory_backends((100,)), ["host"])
+
+
+def test_advice_waits_for_the_next_turn_and_no_more_of_it_than_the_engine_keeps() -> None:
+    engine = small_engine()
+    try:
+        for position in range(MOST_NOTED - 1):
+            engine.note(m.Advanced(position))
+        assert len(engine.told) == MOST_NOTED - 1
+        engine.note(m.Advanced(0))
+        assert not engine.told
+        engine.note(m.Advanced(1))
+        engine.turn(m.PlanFollowed(None))
+        assert not engine.told
+    finally:
+        engine.close()
 
 
 def test_an_answer_that_nobody_waits_for_goes_nowhere() -> None:

@@ -223,6 +223,10 @@ def test_stats_tell_what_leases_hold(device: EmulatedDevice) -> None:
         with store.lease("k"), store.lease("k"):
             assert store.stats().tiers["device"].leased_bytes == _TENSOR
             assert [store.leased_bytes(tier) for tier in store.tier_names] == [_TENSOR, 0, 0]
+            assert store.rooms() == {
+                name: (tier.capacity_bytes, tier.charged_bytes, tier.leased_bytes)
+                for name, tier in store.stats().tiers.items()
+            }
             with pytest.raises(ts.UsageError, match="no tier 'attic'"):
                 store.leased_bytes("attic")
         assert store.stats().tiers["device"].leased_bytes == 0

@@ -69,6 +69,36 @@ def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further
         assert asked == [("activation", "host")]
 
 
+def test_what_comes_next_is_asked_for_at_once_whatever_of_it_is_not_there() -> None:
+    tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
+    keys = ["first", "second", "missing", "third", "last"]
+    with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
+        window = PrefetchWindow("device", 4096)
+        prefetcher = Prefetcher(store, [window], lambda _: 64, optimizers=1)
+        prefetcher.note(*keys)
+        prefetcher.note_step(0)
+        prefetcher.begin_forward()
+        for key in keys:
+            if key != "missing":
+                store.put(key, torch.zeros(64, dtype=torch.uint8), tier="host")
+        asked: list[tuple[str, ...]] = []
+        prefetch = store.prefetch
+
+        def note_prefetch(*keys: str, tier: str) -> ts.Transfer[None]:
+            asked.append(keys)
+            return prefetch(*keys, tier=tier)
+
+        with mock.patch.object(store, "prefetch", note_prefetch):
+            prefetcher.note("first", "second")
+        assert asked == [
+            ("second", "missing", "third", "last", "first"),  # again, in the next step
+            ("second", "third", "last", "first"),
+        ]
+        for key in asked[-1]:
+            store.lease(key).release()
+        assert store.stats().tiers["device"].faults == 0, "a lease had to bring what was asked for ahead"
+
+
 def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_bytes() -> None:
     tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tierstore.training.faults import guard
-from tierstore.training.optimizers.step_units import Group, StepUnit, options_of, own_step
+from tierstore.training.optimizers.step_units import Group, options_of, own_step
 from tierstore.training.pytorch.own_work import ordinary_mode
 
 Entries = dict[str, Any]
@@ -25,6 +25,7 @@ Flat = Callable[[str], torch.Tensor]
 
 log = logging.getLogger("tierstore")
 
+_FIXED = frozenset({bool, int, float, complex, str, type(None)})
 _SUBNORMAL = sys.float_info.min * sys.float_info.epsilon
 _ONE = float(1)  # by a name, so that the product is made when it is asked for
 
@@ -33,9 +34,15 @@ class UnsuitableError(Exception):
     """An optimizer cannot be run ahead."""
 
 
-def copied_options(turn: StepUnit) -> list[Group]:
-    """Return copies of the options of a turn's groups: lists among them can be changed in place."""
-    return [copy.deepcopy(options_of(group)) for group, _ in turn.merged]
+def copied(options: Group) -> Group:
+    """Return a copy of a group's options: lists among them can be changed in place."""
+    return {**options} if all(map(_is_fixed, options.values())) else copy.deepcopy(options)
+
+
+def _is_fixed(value: object) -> bool:
+    """Say whether a value can not be changed in place, as those of nearly all options: no copy is needed."""
+    parts = value if type(value) is tuple else (value,)
+    return all(type(each) in _FIXED for each in parts)
 
 
 def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
@@ -115,7 +122,7 @@ def writes_to_gradients(
         state: dict[torch.Tensor, Entries] = {}
         state[stand_in] = {each: _of_one_element(value, like) for each, value in entries.items()}
         try:
-            step_alone(optimizer, [{**copy.deepcopy(options_of(group)), "params": [stand_in]}], state)
+            step_alone(optimizer, [{**copied(options_of(group)), "params": [stand_in]}], state)
         except Exception:
             log.debug("%s takes no %s of one element: no step ahead", name, like.dtype, exc_info=True)
             return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from tierstore.training.optimizers.doubles import (
     Entries,
     Flat,
     UnsuitableError,
-    copied_options,
+    copied,
     double_of,
     entries_in,
     is_alike,
@@ -103,7 +102,7 @@ def basis_of(
         stashed,
         [(binding, binding.writes) for binding in needed],
         [(binding, binding.writes) for _, binding in stashed],
-        copied_options(turn),
+        [copied(options_of(group)) for group, _ in turn.merged],
         former,
         double_of(optimizer),
         device,
@@ -126,7 +125,7 @@ def made_from(basis: StepBasis, flat_of: Flat, gradient_of: Callable[[Binding], 
         stand_ins = {p: stand_in_of(p, flat_of, gradient_of(gradient)) for p, gradient in basis.stashed}
         given = {p: entries_in(entries, flat_of) for p, entries in basis.former.items()}
     groups = [
-        {**copy.deepcopy(options), "params": [stand_ins[p] for p in members]}
+        {**copied(options), "params": [stand_ins[p] for p in members]}
         for options, (_, members) in zip(basis.options, turn.merged, strict=True)
     ]
     state = {stand_ins[p]: dict(entries) for p, entries in given.items() if entries}

@@ -226,10 +226,11 @@ class SpeculativeSteps:
         """Say whether a step writes to gradients, as ``SGD``'s with ``nesterov`` and ``foreach`` does."""
         device = self._trainer.computes_on(turn.bundle)
         for group, members in turn.groups:
+            ways = ways_of(group)
             for parameter in members:
                 entries = self.optimizer.state.get(parameter, {})
                 dims = len(parameter.shape)
-                kind = (device, parameter.dtype, dims, *entries, *ways_of(group))
+                kind = (device, parameter.dtype, dims, *entries, *ways)
                 if kind not in self._writers:
                     like = torch.ones([1] * dims, dtype=parameter.dtype, device=device)
                     self._writers[kind] = writes_to_gradients(self.optimizer, group, like, entries)
@@ -246,7 +247,7 @@ class SpeculativeSteps:
         bundle = needed[0]
         return has_room_ahead(
             StepTime.ASIDE if self._trainer.steps_aside(bundle) else StepTime.AHEAD,
-            self._store.stats().tiers,
+            self._store.rooms(),
             self._trainer.step_tier(bundle),
             new_bytes=sum(binding.nbytes for binding in needed),
             gradient_bytes=gradient_bytes,
