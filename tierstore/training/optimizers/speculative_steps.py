@@ -272,16 +272,21 @@ class SpeculativeSteps:
     def _make(self, turn: StepUnit) -> None:
         basis = self._basis_of(turn)
         made: MadeStep | None = None
-        with self._bindings.lock:  # or others would open windows on gradients, which are leased by their keys
+        with self._bindings.lock:  # or others would open windows on gradients, whose tensors show no lease
             with self._bindings.apart():
                 lease = self._lease_beside(basis)
             if lease is None:
                 return
             try:
-                made = self._made_with(lease, basis)
+                with self._expectations.stepper.turn:
+                    made = made_from(
+                        basis,
+                        lease.__getitem__,
+                        lambda gradient: gradient.places[0].view(lease[gradient.key]),
+                    )
             finally:
                 with self._bindings.apart():
-                    lease.release(written=made is not None)
+                    self._give_back(lease, basis)
                     if made is None:
                         self._store.drop(*basis.names.values())
         self._gradients.table.know_uses(turn.parameters)
@@ -289,50 +294,41 @@ class SpeculativeSteps:
         self._expectations.made[turn.bundle] = self
 
     def _lease_beside(self, basis: StepBasis) -> Lease | None:
-        """Lease what is to become the new values, beside the old ones; ``None``: it cannot be."""
+        """Lease gradients, and what is to become the new values beside the old; ``None``: it cannot be."""
         names = basis.names
         if any(name in self._store for name in names.values()):
             return None  # another optimizer of the same parameters was faster
-        lease = self._store.lease(*names, tier=self._trainer.step_tier(basis.needed[0]), write=True)
+        # Large pieces first: what is leased cannot be moved to make room in one piece.
+        leased = sorted([*basis.needed, *basis.gradients], key=lambda binding: -binding.nbytes)
+        tier = self._trainer.step_tier(basis.turn.bundle)
+        lease = self._store.lease(*[binding.key for binding in leased], tier=tier, write=True)
         is_split = is_kept = False
         try:
             is_split = lease.split(names)
-            # Split first: what the plan has passed is what prefetches push out, be it in the tier below:
-            # without another replica of the old values there is no step beside them.
-            self._bindings.note_uses(basis.needed)
+            if is_split:
+                # Split first: what the plan has passed is what prefetches push out, be it in the tier below:
+                # without another replica of the old values there is no step beside them.
+                self._bindings.note_uses([*basis.needed, *basis.gradients])
             is_kept = is_split
         finally:
             if not is_kept:
-                lease.release(written=False)
+                self._give_back(lease, basis)
                 if is_split:
                     self._store.drop(*names.values())
         if is_kept:
             return lease
-        self._without_others.add(basis.needed[0])
+        self._without_others.add(basis.turn.bundle)
+        self._bindings.note_uses(basis.needed)
         for binding in sorted(basis.gradients, key=lambda binding: -binding.nbytes):
             self._trainer.prefetcher.note(binding.key)  # as in other steps: see `leave_out`
         return None
 
-    def _made_with(self, lease: Lease, basis: StepBasis) -> MadeStep:
-        """Let the step be made in leased bytes; gradients are leased by their keys: no tensor shows it."""
-        # Large pieces first: what is leased cannot be moved to make room in one piece.
-        read = sorted(basis.gradients, key=lambda binding: -binding.nbytes)
-        tier = self._trainer.step_tier(basis.turn.bundle)
-        with self._bindings.apart():
-            gradients = self._store.lease(*[binding.key for binding in read], tier=tier)
-        try:
-            with self._bindings.apart():
-                self._bindings.note_uses(read)
-            with self._expectations.stepper.turn:
-                return made_from(
-                    basis, lease.__getitem__, lambda each: each.places[0].view(gradients[each.key])
-                )
-        finally:
-            with self._bindings.apart():
-                gradients.release()
-                for binding in read:
-                    if binding.after_use is not None:
-                        binding.after_use(binding)
+    def _give_back(self, lease: Lease, basis: StepBasis) -> None:
+        """End the lease of a step: gradients are as before, and new values have no other replicas."""
+        lease.release(written=False)
+        for binding in basis.gradients:
+            if binding.after_use is not None:
+                binding.after_use(binding)
 
     def _hand_over(self, turn: StepUnit) -> None:
         """Let a step be made on the host while backward goes on; leave it to its time if that cannot be."""
