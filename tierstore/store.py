@@ -421,7 +421,7 @@ class Store:
         self._engine.turn(m.PlanFollowed(plan))
 
     def advance(self, position: int) -> None:
-        """Say that the access at ``position`` of the plan happens now."""
+        """Say that the access at ``position`` of the plan happens now: what is asked for next goes by it."""
         self._engine.note(m.Advanced(position))
 
     # --- looking ------------------------------------------------------------------------------

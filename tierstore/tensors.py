@@ -248,7 +248,8 @@ def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 def view_bytes(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """View a slot's bytes (one-dimensional uint8) as the tensor they are."""
-    return memory.view(spec.dtype).as_strided(spec.shape, spec.stride)
+    elements = memory if spec.dtype is torch.uint8 else memory.view(spec.dtype)
+    return elements.as_strided(spec.shape, spec.stride)
 
 
 def is_whole(tensor: torch.Tensor, spec: TensorSpec) -> bool:
