@@ -196,6 +196,28 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             }
         },
     ),
+    "parameters and state in files below stage 3, where DeepSpeed leaves them": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "cpu_offload": None,
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
+            }
+        },
+        {"offload_config": {"memory_offload": "OFF"}},
+    ),
+    "DeepSpeed by Accelerate, with no word on the stage": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "cpu"}},
+        {
+            "offload_config": {
+                "offload_optimizer": "cpu",
+                "offload_grad": "cpu",
+                "optimizer_target": "cpu",
+                "offload_disk_size": 0,
+            }
+        },
+    ),
     "FSDP left over by Accelerate": (
         {"distributed_type": "NO", "fsdp_config": {"fsdp_offload_params": True}},
         {"offload_config": {"memory_offload": "OFF"}},
@@ -257,6 +279,14 @@ WRONG: Mapping[str, tuple[str, str]] = {
     "nothing": ("", "accepted: a mapping of sections"),
     "a YAML of hostile tags": ("fsdp_config: !!python/object/apply:os.system [x]", "is not read"),
     "too long": ("#" * 300_000, "at most 262144"),
+    "a path that no file can have": (
+        '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "\\ud800"}}}',
+        "offload_param.nvme_path='\\ud800': accepted: the path of a directory",
+    ),
+    "what is in another file": (
+        "deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}",
+        "deepspeed_config.deepspeed_config_file='ds.json': accepted: none here; what it says is in that file",
+    ),
     "an offload that is no truth value": ("fsdp_config: {fsdp_offload_params: 2}", "accepted: true or false"),
 }
 """What each is, its text, and what is said of it."""

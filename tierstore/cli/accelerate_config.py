@@ -57,8 +57,11 @@ _DEEPSPEED_NAMES: Final = {
     "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save",
 }
 """Where Accelerate's keys are in DeepSpeed's ``zero_optimization``."""
+_FILE: Final = "deepspeed_config_file"
+_IN_FILE: Final = "none here; what it says is in that file alone: tierstore convert FILE"
+_USUAL_STAGE: Final = 2
 _OF_DEEPSPEED: Final = {
-    "deepspeed_config_file": "convert that file: tierstore convert FILE",
+    _FILE: "it is empty",
     "zero3_init_flag": _WEIGHTS,
     "gradient_clipping": f"{_LOOP}: run.clip_grad_norm_(max_norm) before optimizer.step()",
     "gradient_accumulation_steps": f"{_LOOP}: gradients are accumulated until optimizer.step()",
@@ -139,7 +142,9 @@ def _take_deepspeed(conversion: Conversion, section: Mapping[str, object]) -> se
     inner: dict[str, dict[str, object]] = {}
     for key, value in section.items():
         name, _, part = _DEEPSPEED_NAMES.get(key, "").partition(".")
-        if part:
+        if key == _FILE and value is not None:
+            conversion.is_wrong(f"{_DEEPSPEED}.{key}", value, _IN_FILE)
+        elif part:
             inner.setdefault(name, {})[part] = value
         elif name:
             zero[name] = value
@@ -148,4 +153,8 @@ def _take_deepspeed(conversion: Conversion, section: Mapping[str, object]) -> se
             conversion.becomes_nothing(f"{_DEEPSPEED}.{key}", value, why)
     if not zero and not inner:
         return set()
+    if "stage" not in zero:
+        key = f"{_DEEPSPEED}.zero_stage"
+        conversion.becomes_nothing(key, None, f"it is not there: {_USUAL_STAGE}, as for Accelerate")
+        zero["stage"] = _USUAL_STAGE
     return convert_into(conversion, {"zero_optimization": zero | inner}, f"{_DEEPSPEED}.")

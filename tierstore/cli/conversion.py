@@ -1,6 +1,7 @@
 """What becomes of somebody else's configuration, key by key: a document for `offload`, and a remark for each.
 
-1. Every key that was given is remarked on, once: what it becomes, or why it becomes nothing.
+1. Every key that was given is remarked on, once: what it becomes, or why it becomes nothing.  Where very many
+   become nothing, the last ones are only counted.
 2. What is wrong is noted, and told together in the end.
 3. Values are never trusted: what a remark shows of one is short and on one line.
 
@@ -15,14 +16,15 @@ from typing import Final
 from tierstore.config import OffloadConfig
 from tierstore.config.checks import Faults
 from tierstore.errors import ConfigError
-from tierstore.quoting import named, quoted
+from tierstore.quoting import SHOWN_CHARS, named, quoted
 
 AUTO: Final = "auto"
 """What Hugging Face's integration fills in by itself."""
 
 _SHOWN_CHARS = 40
 _LARGEST = 1 << 62
-_MOST_REMARKS = 500
+_PATH_CHARS = 4095  # PATH_MAX of Linux, without the null byte
+_MOST_NOTHINGS = 500
 
 
 class Conversion:
@@ -39,7 +41,10 @@ class Conversion:
     def __init__(self, source: str) -> None:
         self.document: dict[str, dict[str, object]] = {"offload_config": {}}
         self.remarks: list[str] = []
+        self._source = source
         self._faults = Faults(source)
+        self._nothings = 0
+        """How many keys become nothing."""
 
     # --- what becomes of a key ----------------------------------------------------------------
 
@@ -60,8 +65,10 @@ class Conversion:
         self._remark(key, value, f"{section}: {_shown(dict(ours))}")
 
     def becomes_nothing(self, key: str, value: object, why: str) -> None:
-        """Say why a key has no counterpart."""
-        self._remark(key, value, f"nothing: {why}")
+        """Say why a key has no counterpart: of so many keys one by one, of the rest how many there are."""
+        if self._nothings < _MOST_NOTHINGS:
+            self._remark(key, value, f"nothing: {why}")
+        self._nothings += 1
 
     def is_read_as(self, key: str, value: object, other: str) -> None:
         """Say of a key from before which one says the same now; that is read as if it had been given."""
@@ -72,10 +79,17 @@ class Conversion:
         self._faults.add(key, value, f"accepted: {accepted}")
 
     def _remark(self, key: str, value: object, what: str) -> None:
-        if len(self.remarks) < _MOST_REMARKS:
-            self.remarks.append(f"{named(key)} {quoted(value, _SHOWN_CHARS)} -> {what}")
+        self.remarks.append(f"{named(key)} {quoted(value, _SHOWN_CHARS)} -> {what}")
 
     # --- checked values -----------------------------------------------------------------------
+
+    def is_left_out(self, key: str, value: object) -> bool:
+        """Say whether a value says nothing; remark on it then."""
+        if value == AUTO:
+            self.becomes_nothing(key, value, "Accelerate and the Trainer fill it in; say it here")
+        elif value is None:
+            self.becomes_nothing(key, value, "it is empty")
+        return value is None or value == AUTO
 
     def section(self, given: Mapping[str, object], key: str, name: str) -> dict[str, object]:
         """Return the mapping at a key; an empty one if there is none.
@@ -88,7 +102,7 @@ class Conversion:
         value = given.get(key)
         if isinstance(value, Mapping):
             return {str(each): inner for each, inner in value.items()}
-        if key in given and not self._is_left_out(name, value):
+        if key in given and not self.is_left_out(name, value):
             self.is_wrong(name, value, "a mapping of keys to values")
         return {}
 
@@ -100,7 +114,7 @@ class Conversion:
 
     def count(self, key: str, value: object) -> int | None:
         """Return a whole number greater than 0; ``None`` if it is none, or left out."""
-        if self._is_left_out(key, value):
+        if self.is_left_out(key, value):
             return None
         whole = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(whole, int) and not isinstance(whole, bool) and 0 < whole < _LARGEST:
@@ -110,7 +124,7 @@ class Conversion:
 
     def one_of(self, key: str, value: object, accepted: Mapping[str, str | None]) -> str | None:
         """Return what stands for one of several words, in any case; ``None`` if it is left out, too."""
-        if self._is_left_out(key, value):
+        if self.is_left_out(key, value):
             return None
         word = value.lower() if isinstance(value, str) and len(value) <= _SHOWN_CHARS else None
         if word is not None and word in accepted:
@@ -120,20 +134,17 @@ class Conversion:
 
     def path(self, key: str, value: object) -> str | None:
         """Return a directory's path as text; ``None`` if it is none, or left out."""
-        if self._is_left_out(key, value):
+        if self.is_left_out(key, value):
             return None
-        if isinstance(value, str) and value and "\0" not in value:
-            return value
-        self.is_wrong(key, value, "the path of a directory")
+        if isinstance(value, str) and value and len(value) <= _PATH_CHARS and "\0" not in value:
+            try:
+                value.encode()
+            except UnicodeEncodeError:  # half of a pair of surrogates
+                pass
+            else:
+                return value
+        self.is_wrong(key, value, f"the path of a directory, of at most {_PATH_CHARS} characters")
         return None
-
-    def _is_left_out(self, key: str, value: object) -> bool:
-        """Say whether a value says nothing; remark on it then."""
-        if value == AUTO:
-            self.becomes_nothing(key, value, "Accelerate and the Trainer fill it in; say it here")
-        elif value is None:
-            self.becomes_nothing(key, value, "it is empty")
-        return value is None or value == AUTO
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -144,7 +155,13 @@ class Conversion:
             ConfigError: lists every fault.
         """
         self._faults.raise_if_any()
-        OffloadConfig.from_document(self.document)
+        more = self._nothings - _MOST_NOTHINGS
+        if more > 0:
+            self.remarks.append(f"and {more} more keys -> nothing")
+        try:
+            OffloadConfig.from_document(self.document)
+        except ConfigError as cause:
+            raise ConfigError(f"{self._source}: what becomes of it cannot be: {cause}") from cause
         return self
 
 
@@ -160,4 +177,5 @@ def require_mapping(given: object, source: str) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    return value if isinstance(value, str) and value.isprintable() else quoted(value)
+    is_plain = isinstance(value, str) and len(value) <= SHOWN_CHARS and value.isprintable()
+    return str(value) if is_plain else quoted(value)

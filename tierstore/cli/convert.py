@@ -15,6 +15,8 @@ from tierstore.config import yaml_text
 from tierstore.errors import UsageError
 from tierstore.formats import json_text
 
+_BYTE_ORDER: Final = "\ufeff"  # some editors begin a file so
+
 WRITTEN_BY: Final = "written by tierstore convert"
 """What the YAML begins with."""
 
@@ -84,6 +86,7 @@ def converted(text: str, source: str) -> Conversion:
 
 
 def _parsed(text: str, source: str) -> object:
+    text = text.removeprefix(_BYTE_ORDER)
     if not text.lstrip().startswith("{"):
         return yaml_text.parse(text, source)
     try:

@@ -4,7 +4,8 @@ What it says of offloading, of files and of activations has counterparts.  The r
 DeepSpeed's engine does in the place of a training loop, which stays the loop's, and how states are divided
 over processes, which tierstore does not do.
 
-1. As in DeepSpeed, ``offload_param`` counts in stage 3 alone, and ``offload_optimizer`` from stage 1 on.
+1. As in DeepSpeed, ``offload_param`` and what goes to files count in stage 3 alone, and ``offload_optimizer``
+   to the host from stage 1 on.
 2. Optimizers whose state is offloaded there compute on the host, with their gradients: here, too.
 3. Where nothing is offloaded to files there, there is no disk here.
 """
@@ -16,6 +17,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from tierstore.cli.conversion import AUTO, Conversion
+from tierstore.config import OffloadConfig
+from tierstore.quoting import quoted
 
 _ZERO = "zero_optimization"
 _AIO = "aio"
@@ -188,15 +191,16 @@ def _take_zero(conversion: Conversion, zero: Mapping[str, object], prefix: str) 
     stage = _stage(conversion, zero, prefix)
     param = _old_or_new(conversion, zero, _PARAM, "cpu_offload_params", prefix)
     optimizer = _old_or_new(conversion, zero, _OPTIMIZER_STATE, "cpu_offload", prefix)
+    sections = {_PARAM: param, _OPTIMIZER_STATE: optimizer}
     to = {
-        _take_param(conversion, param, f"{prefix}{_PARAM}.", stage),
-        _take_optimizer(conversion, optimizer, f"{prefix}{_OPTIMIZER_STATE}.", stage),
+        _PARAM: _take_param(conversion, param, f"{prefix}{_PARAM}.", stage),
+        _OPTIMIZER_STATE: _take_optimizer(conversion, optimizer, f"{prefix}{_OPTIMIZER_STATE}.", stage),
     }
-    _take_paths(conversion, {_PARAM: param, _OPTIMIZER_STATE: optimizer}, prefix)
-    _take_pinning(conversion, zero, {_PARAM: param, _OPTIMIZER_STATE: optimizer}, prefix)
+    _take_paths(conversion, sections, to, prefix)
+    _take_pinning(conversion, zero, sections, prefix)
     rest = {key: value for key, value in zero.items() if key not in _READ_OF_ZERO}
     _take_nothing(conversion, rest, _OF_ZERO, prefix)
-    return {each for each in to if each is not None}
+    return {each for each in to.values() if each is not None}
 
 
 def _stage(conversion: Conversion, zero: Mapping[str, object], prefix: str) -> int:
@@ -215,7 +219,7 @@ def _old_or_new(
 ) -> dict[str, object]:
     """Return a section, or what the flag says that was there before it."""
     found = conversion.section(zero, name, f"{prefix}{name}")
-    if old not in zero:
+    if old not in zero or conversion.is_left_out(f"{prefix}{old}", zero[old]):
         return found
     device = "cpu" if conversion.flag(f"{prefix}{old}", zero[old]) else "none"
     if found:
@@ -252,8 +256,9 @@ def _device(
         return None
     given, key = section["device"], f"{prefix}device"
     where = conversion.one_of(key, given, _DEVICES)
-    if where is not None and stage < least_stage:
-        conversion.becomes_nothing(key, given, f"DeepSpeed offloads none of it in stage {stage}")
+    if where is not None and stage < (_WHOLE_STAGE if where == "disk" else least_stage):
+        what = "to files" if where == "disk" and stage >= least_stage else "of it"
+        conversion.becomes_nothing(key, given, f"DeepSpeed offloads nothing {what} in stage {stage}")
         return None
     if where is None and given not in (None, AUTO):
         conversion.becomes_nothing(key, given, "it stays on the device")
@@ -264,17 +269,25 @@ def _unread(section: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in section.items() if key not in ("device", "nvme_path", "pin_memory")}
 
 
-def _take_paths(conversion: Conversion, sections: Mapping[str, Mapping[str, object]], prefix: str) -> None:
+def _take_paths(
+    conversion: Conversion,
+    sections: Mapping[str, Mapping[str, object]],
+    to: Mapping[str, str | None],
+    prefix: str,
+) -> None:
     """Take in directories: over several, files are spread here, whatever is in them."""
     paths: dict[str, None] = {}
     for name, section in sections.items():
         key = f"{prefix}{name}.nvme_path"
         path = conversion.path(key, section["nvme_path"]) if "nvme_path" in section else None
-        if path is not None and str(section.get("device")).lower() == "nvme":
+        if path is not None and to[name] == "disk":
             paths[os.path.normpath(path)] = None
             conversion.becomes(key, path, offload_path=[*paths] if len(paths) > 1 else next(iter(paths)))
         elif path is not None:
             conversion.becomes_nothing(key, path, "nothing of it is in files")
+    if "disk" in to.values() and not paths:
+        where = quoted(OffloadConfig().offload_path)
+        conversion.becomes_nothing("as no nvme_path is given", None, f"files go to offload_path, {where}")
 
 
 def _take_pinning(
@@ -309,10 +322,11 @@ def _take_files(conversion: Conversion, aio: Mapping[str, object], prefix: str) 
 
 
 def _take_activations(conversion: Conversion, section: Mapping[str, object], prefix: str) -> None:
-    given, key = section.get("cpu_checkpointing"), f"{prefix}cpu_checkpointing"
-    if given is not None and conversion.flag(key, given):
-        conversion.becomes(key, given, offload_checkpoint="cpu")
-    elif given is not None:
-        conversion.becomes_nothing(key, given, "what recomputed layers are given stays on the device")
-    rest = {name: value for name, value in section.items() if name != "cpu_checkpointing" or value is None}
-    _take_nothing(conversion, rest, _OF_ACTIVATIONS | {"cpu_checkpointing": "it is empty"}, prefix)
+    if "cpu_checkpointing" in section:
+        given, key = section["cpu_checkpointing"], f"{prefix}cpu_checkpointing"
+        if not conversion.is_left_out(key, given) and conversion.flag(key, given):
+            conversion.becomes(key, given, offload_checkpoint="cpu")
+        elif given is False:
+            conversion.becomes_nothing(key, given, "what recomputed layers are given stays on the device")
+    rest = {name: value for name, value in section.items() if name != "cpu_checkpointing"}
+    _take_nothing(conversion, rest, _OF_ACTIVATIONS, prefix)
