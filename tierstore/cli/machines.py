@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from tierstore.cli.text_files import read_text
+from tierstore.cli.text_files import named_file, read_text
 from tierstore.cli.this_machine import EmulatedFigures, device_name, this_machine
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config import machine as here
@@ -118,7 +118,9 @@ def _named(given: str) -> Machine:
     is_file = given.endswith(_ENDINGS) or "/" in given or Path(given).is_file()
     if not is_file:
         return accelerator(given)
-    return machine_from_yaml(read_text(Path(given), yaml_text.MOST_BYTES))
+    text = read_text(Path(given), yaml_text.MOST_BYTES)
+    with named_file(given):
+        return machine_from_yaml(text)
 
 
 def _here(settings: OffloadConfig, quotas: Mapping[str, int]) -> Machine:

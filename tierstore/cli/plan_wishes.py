@@ -10,10 +10,11 @@ from pathlib import Path
 from tierstore.cli.finding import RunWish
 from tierstore.cli.plan_ranks import ranks_of
 from tierstore.cli.programs import ModelWish
-from tierstore.cli.text_files import read_text
+from tierstore.cli.text_files import named_file, read_text
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config.document import load
 from tierstore.errors import UsageError
+from tierstore.planning import Placement
 from tierstore.quoting import quoted
 from tierstore.training.activations import Sections, read_sections, section_values
 from tierstore.training.tracing import Grouping
@@ -57,14 +58,16 @@ def with_placement(wish: RunWish, given: str) -> RunWish:
     found = yaml_text.parse(read_text(Path(given), yaml_text.MOST_BYTES), given)
     if not isinstance(found, Mapping):
         raise UsageError(f"{given}: {quoted(found)} is no placement; accepted: a mapping of its keys")
-    if not any(section in found for section in _DOCUMENT):
-        return replace(wish, placement=found)
-    return replace(
-        wish,
-        placement=OffloadConfig.from_document(found).placement or {},
-        sections=read_sections(given),
-        section_values=section_values(found),
-    )
+    with named_file(given):
+        if not any(section in found for section in _DOCUMENT):
+            Placement.from_mapping(found)
+            return replace(wish, placement=found)
+        return replace(
+            wish,
+            placement=OffloadConfig.from_document(found).placement or {},
+            sections=read_sections(given),
+            section_values=section_values(found),
+        )
 
 
 def model_wish(options: argparse.Namespace, settings: OffloadConfig, fastest_bytes: int) -> ModelWish:

@@ -25,7 +25,7 @@ from tierstore.cli.functions import (
     without_default,
 )
 from tierstore.cli.no_collection import no_collection
-from tierstore.cli.text_files import read_text
+from tierstore.cli.text_files import named_file, read_text
 from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Program
 from tierstore.planning.chrome import program_from_chrome
@@ -77,7 +77,9 @@ def program_of(wish: ModelWish) -> Program:
         )
     if wish.trace is None:
         return _traced(wish)
-    program = program_from_chrome(read_text(Path(wish.trace), _MOST_TRACE_BYTES))
+    text = read_text(Path(wish.trace), _MOST_TRACE_BYTES)
+    with named_file(wish.trace):
+        program = program_from_chrome(text)
     if wish.model is not None:
         require_same(program, _traced(wish), wish.trace)
     else:

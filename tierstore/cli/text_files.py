@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tierstore.cli.ending import held
-from tierstore.errors import UsageError
+from tierstore.errors import ConfigError, UsageError
 from tierstore.regular import read_regular
 
 
@@ -29,6 +29,21 @@ def read_text(path: Path, most_bytes: int) -> str:
         raise UsageError(f"{path}: cannot be read: {cause.strerror or cause}") from cause
     except UnicodeDecodeError as cause:
         raise UsageError(f"{path}: no text in UTF-8: {cause}") from cause
+
+
+@contextlib.contextmanager
+def named_file(path: str) -> Iterator[None]:
+    """Say of a fault in what a file says which file it is.
+
+    Raises:
+        ConfigError: as within, with the path before it.
+    """
+    try:
+        yield
+    except ConfigError as cause:
+        if str(cause).startswith(f"{path}: "):
+            raise
+        raise ConfigError(f"{path}: {cause}") from cause
 
 
 def require_places(paths: Sequence[str]) -> None:
