@@ -106,6 +106,47 @@ def test_adapters_are_saved_alone_from_inside_a_run(tmp_path: Path) -> None:
     assert all(torch.equal(each, saved["ours"][name]) for name, each in saved["plain"].items())
 
 
+def test_a_trainer_saves_adapters_and_takes_the_best_up_again_without_reading_the_base(
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def counted(name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = _read_bytes(self.tierstore.run)
+            found = getattr(Trainer, name)(self, *args, **kwargs)
+            seen.append((name, _read_bytes(self.tierstore.run) - before))
+            return found
+
+        return call
+
+    from transformers import Trainer
+
+    from tierstore.integrations.transformers import offloading
+
+    model = _model("lora")
+    names = ("_save", "_load_best_model")
+    counting: Any = type("Counting", (Trainer,), {name: counted(name) for name in names})
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
+    trainer = offloading(counting, tiny.config_of("disk", tmp_path, buffer_min_size="1KB"))(
+        model=model,
+        args=tiny.arguments(tmp_path, eval_steps=2, load_best_model_at_end=True, **settings),
+        train_dataset=tiny.rows(12, 1),
+        eval_dataset=tiny.rows(2, 2),
+    )
+    trainer.train()
+    adapters = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    base = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+    assert {name for name, _ in seen} == set(names)
+    assert [pair for pair in seen if pair[1] > 3 * adapters] == []
+    assert 3 * adapters < base
+
+
+def _read_bytes(run: Any) -> int:
+    traffic = run.store.stats().traffic
+    return sum(each.nbytes for (_, target), each in traffic.items() if target == "caller")
+
+
 @pytest.mark.parametrize("how", ["callback", "class"])
 def test_a_trainer_trains_adapters_and_takes_them_up_again(how: str, tmp_path: Path) -> None:
     def trained(config: Any, path: Path) -> tiny.Trained:

@@ -150,12 +150,25 @@ class _OffloadingTrainer(Trainer):
             self._begin(goes_on=True)
         super()._load_from_checkpoint(*args, **kwargs)
 
+    def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._late_state_dicts():
+            return super()._load_best_model(*args, **kwargs)
+
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model with no more than a shard of it in memory, where it writes shards."""
-        run = self.tierstore.run
-        writes_shards = isinstance(self.model, PreTrainedModel)
-        with contextlib.nullcontext() if run is None or not writes_shards else run.late_state_dicts("meta"):
+        with self._late_state_dicts():
             super()._save(*args, **kwargs)
+
+    def _late_state_dicts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a model is saved, or asked what it has, with little of it in memory.
+
+        transformers writes a shard at a time; PEFT makes a state dict of the whole model to save, or to load,
+        adapters, and looks at the entries of these alone.
+        """
+        run, model = self.tierstore.run, self.model
+        is_whole, is_of_peft = isinstance(model, PreTrainedModel), hasattr(model, "peft_config")
+        if run is None or not (is_whole or is_of_peft):
+            return contextlib.nullcontext()
+        return run.late_state_dicts("meta" if is_whole else "cpu")
 
     def _move_model_to_device(self, *args: Any, **kwargs: Any) -> None:
         """Leave it where it is."""
