@@ -260,3 +260,35 @@ def test_where_no_batch_fits_the_error_is_that_of_the_tiers(tmp_path: Path) -> N
     trainer = _searching(config, tmp_path)
     with pytest.raises(CapacityError, match="'device'"):
         trainer.train()
+
+
+_OUTGROWN: Mapping[str, Callable[[Any], object]] = {
+    "cast": lambda model: model.bfloat16(),
+    "resized": lambda model: model.resize_token_embeddings(80, mean_resizing=False),
+}
+
+
+@HOW
+@pytest.mark.parametrize("change", _OUTGROWN)
+def test_a_model_that_outgrew_the_optimizers_state_is_refused_and_the_line_that_is_named_works(
+    change: str, how: str, tmp_path: Path
+) -> None:
+    def trained(config: Any, path: Path) -> tiny.Trained:
+        trainer = tiny.makers(config, how)(
+            model=tiny.model_of("llama"),
+            args=tiny.arguments(path, max_steps=2),
+            train_dataset=tiny.rows(8, 1),
+        )
+        trainer.train()
+        torch.manual_seed(7)
+        _OUTGROWN[change](trainer.model)
+        if config is not None:  # the Trainer alone raises, or writes beyond its state: fused AdamW does
+            with pytest.raises(UsageError, match=r"keeps 'exp_avg' of .*: the model was resized or cast"):
+                trainer.train()
+        trainer.optimizer = None
+        trainer.train()
+        return tiny.outcome_of(trainer, path)
+
+    plain = trained(None, tmp_path / "plain")
+    ours = trained(tiny.config_of("three", tmp_path), tmp_path / "ours")
+    assert tiny.differences(plain, ours) == []

@@ -54,6 +54,57 @@ def check_model(
     require_sole_reference(model, ignored)
     for optimizer in optimizers:
         _refuse_other_runs(optimizer)
+    refuse_outgrown_state([model], optimizers)
+
+
+def refuse_outgrown_state(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers of PyTorch's whose parameters were resized or cast after they had stepped.
+
+    Their next step would raise, or write beyond what their state holds (fused ones do); and none of what it
+    says names the parameter.
+
+    Args:
+        models: that they train.
+        optimizers: of any kind; others than PyTorch's may keep state of another form or type.
+
+    Raises:
+        UsageError: it names a parameter, and says what to do.
+    """
+    names = {each: name for model in models for name, each in model.named_parameters()}
+    for optimizer in optimizers:
+        if type(optimizer) not in _ALIKE_STATE:
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}) if parameter in names else {}
+                for key, each in state.items():
+                    if _is_outgrown(key, each, parameter, is_fused=bool(group.get("fused"))):
+                        raise UsageError(
+                            f"{type(optimizer).__name__} keeps {key!r} of {tuple(each.shape)} in "
+                            f"{each.dtype} for the parameter {names[parameter]!r}, which is of "
+                            f"{tuple(parameter.shape)} in {parameter.dtype} by now: the model was resized or "
+                            "cast after the optimizer had stepped. Do so before, or make the optimizer anew "
+                            "of model.parameters(); of a Trainer: trainer.optimizer = None before train().",
+                            key=names[parameter],
+                        )
+
+
+def _is_outgrown(key: object, state: object, parameter: torch.Tensor, *, is_fused: bool) -> bool:
+    """Whether a step of an optimizer with state like its parameters could not be made."""
+    if not isinstance(state, torch.Tensor) or not state.dim():
+        return False
+    takes_one_type = is_fused or key == "exp_avg"
+    return state.shape != parameter.shape or (takes_one_type and state.dtype != parameter.dtype)
+
+
+_ALIKE_STATE = frozenset(
+    {
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad),
+        *(torch.optim.ASGD, torch.optim.Adadelta),
+    }
+)
+"""Optimizers that keep state of the shape of their parameters."""
 
 
 def _refuse_moved_by_accelerate(module: nn.Module, what: str) -> None:

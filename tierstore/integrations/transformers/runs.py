@@ -34,6 +34,7 @@ from tierstore.training.activations.config.layers import Names
 from tierstore.training.checkpoints.files import MODEL
 from tierstore.training.checkpoints.resumed import found_in
 from tierstore.training.given import Config, for_evaluation, optimizers_of, settings_of
+from tierstore.training.offloadable import refuse_outgrown_state
 
 log = logging.getLogger("tierstore")
 
@@ -121,6 +122,7 @@ class TrainerRun:
         _refuse_another(self, training, models)
         optimizers = optimizers_of(optimizer, models[0])
         _refuse_strangers(optimizers, models)
+        refuse_outgrown_state(models, optimizers)
         self._training = weakref.ref(training)
         if self.run is not None and optimizers == self._optimizers and set(models) <= set(self._models):
             return
