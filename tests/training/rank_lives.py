@@ -4,8 +4,9 @@
 `tests.training.rank_scenarios`, ``rank_replicas``, ``rank_tables``, ``rank_table_rules``,
 ``rank_beginnings``, ``rank_gradients``, ``rank_collectives``, ``rank_shards``, ``rank_shard_checkpoints``,
 ``rank_shard_activations``, ``rank_shard_gathers``, ``rank_shard_machines``, ``rank_shard_steps``,
-``rank_shard_values`` or ``rank_endings``, in as many processes as its name says (``name:PROCESSES``, 2
-without), and writes what each process found, or how it failed, to ``FOLDER/NAME-PROCESSES.json``.
+``rank_shard_values``, ``rank_parts`` or ``rank_endings``, in as many processes as its name says
+(``name:PROCESSES``, 2 without), and writes what each process found, or how it failed, to
+``FOLDER/NAME-PROCESSES.json``.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def main(folder: Path, names: list[str]) -> None:
         rank_collectives,
         rank_endings,
         rank_gradients,
+        rank_parts,
         rank_replicas,
         rank_scenarios,
         rank_shard_activations,
@@ -128,6 +130,7 @@ def main(folder: Path, names: list[str]) -> None:
             rank_gradients,
             rank_collectives,
             rank_shards,
+            rank_parts,
             rank_shard_activations,
             rank_shard_checkpoints,
             rank_shard_gathers,

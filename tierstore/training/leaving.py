@@ -140,7 +140,7 @@ class Leaving:
         """
         if not self._has_left:
             if choice is OnClose.RELEASE:
-                refuse_for_shards(self._session.model, "releasing it", "FSDP gathers shards that are there")
+                refuse_for_shards(self._session.model, "releasing it", "what is gathered has to be there")
             self._session.come_to_rest(ending)
             found = None if choice is not OnClose.AUTO else self.shortage()
             is_kept = choice is OnClose.RELEASE or found is not None

@@ -171,7 +171,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
                         selection,
                         resume=resume,
                         activations=(sections, layers),
-                        on_close=OnClose.RESTORE if shards.group_of else in_the_end,
+                        on_close=OnClose.RESTORE if shards.parts else in_the_end,
                         ranks=ranks,
                         shards=shards,
                     )
@@ -224,9 +224,7 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
     shards: AnyShards,
 ) -> Offload:
     """Open a store for the model and move it there."""
-    check = functools.partial(
-        check_model, model, optimizers, ignored=selection.ignored, sharded=shards.group_of
-    )
+    check = functools.partial(check_model, model, optimizers, ignored=selection.ignored, sharded=shards.parts)
     check(has_weights=source is not None or settings.durable)
     tiers = named_by_settings(settings.store_config())
     store = RunStore(tiers if ranks is None else ranks.named(tiers))

@@ -12,7 +12,6 @@ from tierstore.nn.table_weight import TableWeight
 from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
 from tierstore.training.autograd.shared_memory import require_sole_reference
 from tierstore.training.bundles.placeholders import placeholder_of
-from tierstore.training.bundles.tensor_slots import is_sharded_kind
 from tierstore.training.faults import guard
 from tierstore.training.modules import replicas
 
@@ -131,13 +130,6 @@ def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-_IN_PARTS = (
-    "it is a DTensor, whose parts are on several processes, and fully_shard did not make it "
-    "(parallelize_module). Offload the model without that, or apply fully_shard after it, over another "
-    "dimension of the mesh"
-)
-
-
 _QUANTISERS = ("bitsandbytes", "torchao")
 
 
@@ -178,7 +170,6 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool, is_taken_over: bool)
     reasons = {
         "it is offloaded already; close that run first": guard.guarded_tensor_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
-        _IN_PARTS: is_wrapper and is_sharded_kind(type(parameter)),
         _quantised(parameter): type(parameter).__module__.partition(".")[0] in _QUANTISERS,
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,

@@ -3,7 +3,8 @@
 Without this a saved weight would keep its memory until backward, and evicting it would free nothing.
 
 1. A saved alias of a parameter's bundle becomes a `Reference`; backward brings the bundle again.  So does a
-   parameter that is saved while its bytes are away, by where it lies in its bundle.
+   parameter that is saved while its bytes are away, by where it lies in its bundle.  Of a ``DTensor`` that
+   tensor parallel computes with, that is its local tensor (`PartReference`).
 2. A saved alias of a gradient or of optimizer state is copied: its key may be gone by then.
 3. Everything else goes to whoever's hooks were there before, or is kept as it is.  ``save_on_cpu`` need not
    see bundles of an accelerator; what is in host memory it keeps as it is, so it is shown that.  A user's
@@ -39,6 +40,7 @@ from tierstore.torch_private import (
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import Binding, Bindings, natively, set_data
 from tierstore.training.bundles.layout import TensorLayout
+from tierstore.training.bundles.tensor_slots import Lies, how_it_lies, is_sharded_kind, lying, memory_of
 from tierstore.training.faults import guard
 from tierstore.training.pytorch.function_modes import (
     are_function_modes_on,
@@ -75,6 +77,13 @@ class Reference(NamedTuple):
     offset: int
     is_conj: bool
     is_neg: bool
+
+
+class PartReference(NamedTuple):
+    """A ``DTensor`` whose local tensor is an alias of a bundle's bytes, without the bytes."""
+
+    local: Reference
+    lies: Lies
 
 
 class Kept(NamedTuple):
@@ -237,10 +246,19 @@ class SavedTensors:
     @uncompiled
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        reference = self.refer(tensor)
+        reference = self.refer_whole_or_part(tensor)
         if reference is not None:
             return reference
         return keep(tensor)
+
+    def refer_whole_or_part(self, tensor: torch.Tensor) -> Reference | PartReference | Kept | None:
+        """Return what `refer` does, also of a ``DTensor`` whose part lies in leased bytes, or is guarded."""
+        if not is_sharded_kind(type(tensor)):
+            return self.refer(tensor)
+        local = self.refer(memory_of(tensor)) or self._refer_away(tensor)
+        if isinstance(local, Kept):
+            return Kept(lying(local.tensor, how_it_lies(tensor)), local.version)
+        return None if local is None else PartReference(local, how_it_lies(tensor))
 
     def refer(self, tensor: torch.Tensor) -> Reference | Kept | None:
         """Return a reference to a bundle, or a copy, if ``tensor`` lies in leased bytes or is guarded.
@@ -272,11 +290,12 @@ class SavedTensors:
             return _copied(tensor)
         place = guarded_tensor.place
         with natively():
-            version = tensor._version  # noqa: SLF001
+            owner = memory_of(tensor)
+            version = owner._version  # noqa: SLF001
         return Reference(
             guarded_tensor.binding,
             guarded_tensor.binding.places,
-            [tensor],
+            [owner],
             version,
             place.dtype,
             place.shape,
@@ -302,6 +321,8 @@ class SavedTensors:
             with in_sight():
                 unpacked = cast("torch.Tensor", packed.unpack(brought))
             return self._bring_for_backward(unpacked.packed) if isinstance(unpacked, StandIn) else unpacked
+        if isinstance(packed, PartReference):
+            return lying(self.unpack(packed.local), packed.lies)
         if isinstance(packed, Reference):
             with natively():
                 now = [owner._version for owner in packed.owners]  # noqa: SLF001
@@ -337,11 +358,13 @@ class SavedTensors:
 
     def away(self, tensor: torch.Tensor) -> torch.Tensor | AwayAlias:
         """Return what a user's hook keeps in the place of a tensor that it packed."""
-        packed = self.refer(tensor)
+        packed = self.refer_whole_or_part(tensor)
         if packed is None:
             return tensor
         if isinstance(packed, Kept):
             return AwayAlias(lambda: packed.tensor)
+        if isinstance(packed, PartReference):
+            return AwayAlias(lambda: lying(self._bring(packed.local), packed.lies))
         return AwayAlias(lambda: self._bring(packed))
 
     def _bring(self, packed: Reference) -> torch.Tensor:
@@ -382,7 +405,7 @@ class Chained(PacksBefore):
     @uncompiled
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        reference = self.saved.refer(tensor)
+        reference = self.saved.refer_whole_or_part(tensor)
         if reference is not None:
             return reference
         return Delegated(self._pack_before(tensor), self._unpack_before)
@@ -462,7 +485,9 @@ def _offset_now(packed: Reference) -> int:
     Raises:
         RuntimeError: the parameter itself looks different now.
     """
-    number = next(n for n, tensor in enumerate(packed.binding.tensors) if tensor is packed.owners[0])
+    number = next(
+        n for n, tensor in enumerate(packed.binding.tensors) if memory_of(tensor) is packed.owners[0]
+    )
     then, now = packed.places[number], packed.binding.places[number]
     if then.looks != now.looks:
         raise RuntimeError(
@@ -494,7 +519,7 @@ def _refer(binding: Binding, tensor: torch.Tensor, *, is_alone: bool) -> Referen
     regions = binding.regions
     region = regions[bisect.bisect_right(regions, begin_bytes, key=lambda each: each.begin_bytes) - 1]
     version = tensor._version  # noqa: SLF001
-    owners = [binding.tensors[number] for number in region.members]
+    owners = [memory_of(binding.tensors[number]) for number in region.members]
     sharers = [owner for owner in owners if owner._version == version]  # noqa: SLF001
     if sharers and is_alone:
         sharers = _counting_with(tensor, sharers)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -171,10 +171,29 @@ def sharded_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         like: a ``DTensor``, as it is without a guard or with one.
         local: of the size of its local one.
     """
+    return lying(local, how_it_lies(like))
+
+
+class Lies(NamedTuple):
+    """How a ``DTensor`` lies over processes, without its bytes."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def how_it_lies(tensor: torch.Tensor) -> Lies:
+    """Return how a ``DTensor`` lies."""
+    given: Any = tensor
+    return Lies(given.device_mesh, tuple(given.placements), tensor.shape, tensor.stride())
+
+
+def lying(local: torch.Tensor, how: Lies) -> torch.Tensor:
+    """Return a ``DTensor`` that has its bytes in a local tensor, which is its own from then on."""
     kind: Any = sharded_kind()
-    given: Any = like
     made: torch.Tensor = kind.from_local(
-        local, given.device_mesh, given.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, how.mesh, how.placements, run_check=False, shape=how.shape, stride=how.stride
     )
     own_local(made)
     return made

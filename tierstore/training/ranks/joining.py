@@ -170,7 +170,7 @@ class Ranks:
                 "gradients are averaged over the process group, which was not initialised when offload(...) "
                 "was called. Call torch.distributed.init_process_group before."
             )
-        refuse_for_shards(model, "run.average_gradients()", "FSDP reduces gradients by itself")
+        refuse_for_shards(model, "run.average_gradients()", "it reduces gradients by itself")
         if self._averages is not None or replicas.wrappers_in(model, device):
             raise UsageError(
                 "gradients are averaged already: by DistributedDataParallel, or an earlier call."

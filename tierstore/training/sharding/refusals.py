@@ -1,4 +1,4 @@
-"""What of a model that FSDP2 has sharded cannot live in tiers: known by name before a run begins."""
+"""What of a model that is sharded over processes cannot live in tiers: known by name before a run begins."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tierstore.errors import UsageError
 from tierstore.training.bundles.tensor_slots import is_sharded_kind, memory_of
 from tierstore.training.optimizers.registered import is_known
 from tierstore.training.sharding.found import GatheredGroup, is_sharded
+
+FULLY_SHARD = "fully_shard"
+TENSOR_PARALLEL = "parallelize_module"
 
 _BY_ELEMENT = frozenset(
     {
@@ -51,16 +54,49 @@ def refuse_parameters(
 
 
 _NOT_FSDPS = (
-    "it is a DTensor that fully_shard did not make (parallelize_module, distribute_tensor), and nobody can "
-    "tell when its part is used. Apply fully_shard after it, over another dimension of the mesh"
+    "it is a DTensor that fully_shard did not make (parallelize_module, distribute_tensor), beside others "
+    "that it did. Apply fully_shard to its module, too, over another dimension of the mesh"
 )
+
+
+def parts_alone(model: nn.Module, ignored: Container[torch.Tensor]) -> frozenset[torch.Tensor]:
+    """Return the parameters of a model without FSDP that are ``DTensor``s, as tensor parallel makes them.
+
+    Raises:
+        UsageError: one cannot live in tiers; it says why.
+    """
+    found: set[torch.Tensor] = set()
+    for name, parameter in model.named_parameters():
+        if parameter in ignored or not is_sharded_kind(type(parameter)):
+            continue
+        reason = _why_no_part(parameter)
+        if reason is not None:
+            raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
+        found.add(parameter)
+    return frozenset(found)
+
+
+def _why_no_part(parameter: Any) -> str | None:  # noqa: ANN401 - a DTensor
+    placements = tuple(parameter.placements)
+    if not all(each.is_replicate() or hasattr(each, "dim") for each in placements):
+        return _lies_otherwise(placements)
+    if parameter.is_meta:
+        return "it is a DTensor on the meta device. Give it values before offload(...)"
+    kind = type(memory_of(parameter))
+    if kind not in (torch.Tensor, nn.Parameter):
+        return f"its local tensor is a {kind.__name__}, and accepted are plain ones"
+    return None
+
+
+def _lies_otherwise(placements: object) -> str:
+    return f"it lies as {placements}, and accepted are parts and replicas: Shard and Replicate"
 
 
 def _why_not(param: Any, *, has_values: bool) -> str | None:  # noqa: ANN401 - what FSDP knows of it
     local = memory_of(param.sharded_param)
     placements = tuple(param.sharded_param.placements)
     reasons = {
-        f"it lies as {placements}, and accepted are parts and replicas: Shard and Replicate": not all(
+        _lies_otherwise(placements): not all(
             each.is_replicate() or hasattr(each, "dim") for each in placements
         ),
         "its local tensor has fsdp_pre_all_gather, as quantised ones have: another tensor than its bytes is "
@@ -79,6 +115,7 @@ def refuse_settings(
     config: OffloadConfig,
     given: Mapping[str, object],
     *,
+    made_by: str,
     has_ignored: bool,
 ) -> None:
     """Raise if a run cannot be as it is asked for.
@@ -87,17 +124,23 @@ def refuse_settings(
         optimizers: that train the model.
         config: of the run.
         given: what else was asked for, by what messages call it: refused if it is true.
+        made_by: `FULLY_SHARD` or `TENSOR_PARALLEL`.
         has_ignored: whether some shards stay with FSDP.
 
     Raises:
         UsageError: it says what, and what to do instead.
     """
+    if made_by == TENSOR_PARALLEL and config.durable:
+        raise UsageError(
+            f"the model is sharded by {made_by}: durable keeps no parts of it. Leave durable out, and save "
+            "with torch.distributed.checkpoint."
+        )
     for reason in (*_of_optimizers(optimizers), *_of_config(config, has_ignored=has_ignored)):
-        raise UsageError(f"the model is sharded by fully_shard: {reason}")
+        raise UsageError(f"the model is sharded by {made_by}: {reason}")
     for name, value in given.items():
         if value:
             raise UsageError(
-                f"the model is sharded by fully_shard: {name} cannot be used with it. Leave it out."
+                f"the model is sharded by {made_by}: {name} cannot be used with it. Leave it out."
             )
 
 
@@ -112,8 +155,9 @@ def refuse_for_shards(model: nn.Module, what: str, why: str) -> None:
     Raises:
         UsageError: it is.
     """
-    if is_sharded(model):
-        raise UsageError(f"the model is sharded by fully_shard: {what} cannot be used with it: {why}.")
+    made_by = FULLY_SHARD if is_sharded(model) else TENSOR_PARALLEL
+    if made_by == FULLY_SHARD or any(is_sharded_kind(type(each)) for each in model.parameters()):
+        raise UsageError(f"the model is sharded by {made_by}: {what} cannot be used with it: {why}.")
 
 
 def _of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:

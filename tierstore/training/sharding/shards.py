@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -17,7 +17,13 @@ from tierstore.training.bundles.working_sets import ForwardSet, bundle_bytes
 from tierstore.training.modules.hooks import GradientHook
 from tierstore.training.pytorch.global_hooks import Removable
 from tierstore.training.sharding.found import GatheredGroup, groups_in, is_sharded
-from tierstore.training.sharding.refusals import refuse_parameters, refuse_settings
+from tierstore.training.sharding.refusals import (
+    FULLY_SHARD,
+    TENSOR_PARALLEL,
+    parts_alone,
+    refuse_parameters,
+    refuse_settings,
+)
 
 
 class ShardTrainer(Protocol):
@@ -50,6 +56,7 @@ class ModelShards:
 
     Attributes:
         group_of: of each parameter, the number of the group that FSDP gathers it with.
+        parts: parameters of which this process has a part, all of which are offloaded.
         has_ignored: whether some stay with FSDP.
     """
 
@@ -67,6 +74,7 @@ class ModelShards:
             for parameter in group.parameters
             if parameter in taken
         }
+        self.parts: Collection[torch.Tensor] = self.group_of.keys()
 
     def take_over(self) -> None:
         """Let FSDP ask for shards when it gathers them, from now on."""
@@ -123,9 +131,16 @@ class ModelShards:
 
 
 class NoShards:
-    """A model that is sharded over no processes: all of its parameters are ordinary ones."""
+    """A model that nobody gathers: its parameters are ordinary ones, or parts that modules compute with.
+
+    Args:
+        parts: parameters of which this process has a part: ``DTensor``s that tensor parallel has made.
+    """
 
     group_of: Mapping[torch.Tensor, int] = MappingProxyType({})
+
+    def __init__(self, parts: frozenset[torch.Tensor] = frozenset()) -> None:
+        self.parts: Collection[torch.Tensor] = parts
 
     def take_over(self) -> None:
         """See `ModelShards.take_over`."""
@@ -172,11 +187,14 @@ def taken_over(
         UsageError: something of it cannot be: see `tierstore.training.sharding.refusals`.
     """
     if not is_sharded(model):
-        yield NoShards()
+        parts = parts_alone(model, ignored)
+        if parts:
+            refuse_settings(optimizers, config, given, made_by=TENSOR_PARALLEL, has_ignored=False)
+        yield NoShards(parts)
         return
     shards = ModelShards(model, ignored)
     refuse_parameters(model, shards.groups, ignored, has_values=has_values)
-    refuse_settings(optimizers, config, given, has_ignored=shards.has_ignored)
+    refuse_settings(optimizers, config, given, made_by=FULLY_SHARD, has_ignored=shards.has_ignored)
     try:
         shards.take_over()
         yield shards
