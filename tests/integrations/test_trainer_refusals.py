@@ -130,6 +130,10 @@ MISTAKES: Mapping[str, Mistake] = {
     "wrapped for two devices": Mistake(
         ("the model is a DataParallel on several devices", "one process for each device"), _wrapped_for_two
     ),
+    "all of it frozen": Mistake(
+        ("no parameter of the LlamaForCausalLM requires a gradient", "requires_grad_(True)"),
+        lambda _: tiny.model_of("llama").requires_grad_(requires_grad=False),
+    ),
     "optimizer of another model": Mistake(
         ("SGD trains no parameter", "optimizers=(optimizer, None)"), optimizer=_of_another
     ),

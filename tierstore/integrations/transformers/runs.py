@@ -323,12 +323,18 @@ def _refuse_another(run: TrainerRun, training: object, models: Sequence[nn.Modul
 
 
 def _refuse_strangers(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """Raise if an optimizer trains nothing of the models.
+    """Raise if an optimizer trains nothing of the models, or nothing of them is to be trained.
 
     Raises:
         UsageError: it says what to do.
     """
     own = {each for model in models for each in model.parameters()}
+    if optimizers and not any(each.requires_grad for each in own):
+        raise UsageError(
+            f"no parameter of the {type(models[0]).__name__} requires a gradient: there is nothing to train. "
+            "Set requires_grad_(True) on those that are to be trained, or add adapters, before the optimizer "
+            "is made."
+        )
     for optimizer in optimizers:
         if own.isdisjoint(each for group in optimizer.param_groups for each in group["params"]):
             raise UsageError(
