@@ -13,7 +13,7 @@ from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
 from tierstore.spi import CountingBackend
-from tierstore.stats import Counted, MovingCopy, RoomStats, StoreStats, TierStats, Traffic, plain_values
+from tierstore.stats import Counted, MovingCopy, RoomInTier, StoreStats, TierStats, Traffic, plain_values
 from tierstore.tier_backends import TierBackend
 
 
@@ -45,11 +45,11 @@ def collect(
     return StoreStats(by_name, traffic, stall_seconds)
 
 
-def rooms(engine: Engine, names: Sequence[str]) -> dict[str, RoomStats]:
+def rooms(engine: Engine, names: Sequence[str]) -> dict[str, RoomInTier]:
     """Ask the books what the tiers, of these names, have room for."""
     found = engine.look(
         lambda ledger: [
-            RoomStats(each.tier.capacity_bytes, each.charged_bytes, each.leased_bytes)
+            RoomInTier(each.tier.capacity_bytes, each.charged_bytes, each.leased_bytes)
             for each in ledger.books.tier_states
         ]
     )

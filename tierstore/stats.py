@@ -59,7 +59,7 @@ class TierStats:
     wrappers: Mapping[str, Mapping[str, Counted]] = field(default_factory=dict, hash=False)
 
 
-class RoomStats(NamedTuple):
+class RoomInTier(NamedTuple):
     """What one tier has room for; see `TierStats`."""
 
     capacity_bytes: int

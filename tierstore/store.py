@@ -38,7 +38,7 @@ from tierstore.part_reader import PartReader
 from tierstore.recorded import Recording
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import Backend, Medium, device_storage_listeners
-from tierstore.stats import MovingCopy, RoomStats, StoreStats
+from tierstore.stats import MovingCopy, RoomInTier, StoreStats
 from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
 from tierstore.tier_backends import TierBackend, open_all
@@ -503,7 +503,7 @@ class Store:
         index = self._index(tier)
         return self._engine.look(lambda ledger: ledger.books.tier_states[index].leased_bytes)
 
-    def rooms(self) -> Mapping[str, RoomStats]:
+    def rooms(self) -> Mapping[str, RoomInTier]:
         """Return what tiers have room for, the fastest first: as `stats` says, without all the rest."""
         return rooms(self._engine, self.tier_names)
 

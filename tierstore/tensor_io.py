@@ -129,7 +129,7 @@ class TensorIo:
             slots.append(slot)
             tensors[replica.key] = view_bytes(slot.memory, spec)
         device = self._engine.backends[granted[0].place.tier].capabilities.device
-        loan = Loan(slots) if device.type == "cpu" else StreamLoan(slots, device)
+        loan = Loan(slots) if current_stream(device) is None else StreamLoan(slots, device)
         try:
             loan.begin()
         except BaseException:

@@ -298,10 +298,9 @@ class SpeculativeSteps:
         names = basis.names
         if any(name in self._store for name in names.values()):
             return None  # another optimizer of the same parameters was faster
-        # Large pieces first: what is leased cannot be moved to make room in one piece.
-        leased = sorted([*basis.needed, *basis.gradients], key=lambda binding: -binding.nbytes)
         tier = self._trainer.step_tier(basis.turn.bundle)
-        lease = self._store.lease(*[binding.key for binding in leased], tier=tier, write=True)
+        keys = [binding.key for binding in (*basis.needed, *basis.gradients)]
+        lease = self._store.lease(*keys, tier=tier, write=True)
         is_split = is_kept = False
         try:
             is_split = lease.split(names)
