@@ -49,6 +49,7 @@ nitpick_ignore_regex = [
     # What a store hands to the leases and readers it makes.
     (r"py:class", r"tierstore\.core\.messages\.ReplicaId"),
     (r"py:class", r"tierstore\.engine\.engine\.Engine"),
+    (r"py:class", r"tierstore\.crates\.index\.CrateUse"),
     # What optimizers of tables remember of a step that failed, for the next one.
     (r"py:class", r"tierstore\.optim\.failed_step\.FailedStep"),
     # What a run gives to the tracer as it groups its own tensors.
