@@ -44,7 +44,7 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_much_is_returned_at_once_and_little_waits(returned: list[None]) -> None:
     freed = FreedMemory()
     freed.note(63 * MIB)
-    freed.end_step()
+    freed.begin_forward()
     assert len(returned) == 0
     freed.note(MIB)
     assert len(returned) == 1
@@ -54,7 +54,7 @@ def test_what_next_steps_leave_is_returned_and_later_ones_are_left_alone(returne
     freed = FreedMemory()
     freed.note(100 * MIB)
     for _ in range(10):
-        freed.end_step()
+        freed.begin_forward()
     assert len(returned) == 1 + 3
 
 

@@ -432,10 +432,10 @@ class Session:
         self._under_way.end_interrupted()
         for steps in self._under_way.here:
             steps.begin_model()
-        if self.optimizers:
-            self.prefetcher.begin_forward()
-        else:
-            self.prefetcher.begin_inference()
+        for each in self.steps:
+            each.state.freed.begin_forward()
+        begin = self.prefetcher.begin_forward if self.optimizers else self.prefetcher.begin_inference
+        begin()
 
     def _end_forward(self) -> None:
         self.bindings.forget_addresses()

@@ -159,7 +159,6 @@ class StepsByBundle:
         if has_ended:
             self._progress = Progress.WHOLE
             self._stepped.clear()
-            self.state.freed.end_step()
         self.abandon()
         if is_by_bundle and len(self.optimizer.state) > self._known_entries + 1:
             self._order_new_entries()
