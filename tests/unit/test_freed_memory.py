@@ -1,4 +1,4 @@
-"""Memory that is free is returned when much of it is, and after the next steps; what is resident tells."""
+"""Memory that is free is returned when much of it is, and as the next steps begin; what is resident tells."""
 
 from __future__ import annotations
 
