@@ -116,7 +116,10 @@ def _meter(store: Store) -> Meter:
 
 
 def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
-    """Return how far ahead is prefetched: to the fastest tier first; to the last one there is nothing to."""
+    """Return how far ahead is prefetched: to the fastest tier first.
+
+    To the last one, too: a step beside the old values needs them in another tier than that of the new ones.
+    """
     tiers = store.stats().tiers
-    names = [name for name in store.tier_names[:-1] if name in placement.ahead]
+    names = [name for name in store.tier_names if name in placement.ahead]
     return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]

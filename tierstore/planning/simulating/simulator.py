@@ -180,7 +180,7 @@ class Simulator:
         capacities = {
             state.tier.name: state.tier.capacity_bytes for state in self._store.ledger.books.tier_states
         }
-        ahead = [name for name in [*capacities][:-1] if name in self._placement.ahead]
+        ahead = [name for name in capacities if name in self._placement.ahead]
         prefetched = [
             PrefetchWindow(name, self._placement.ahead_bytes(name, capacities[name])) for name in ahead
         ]
