@@ -172,10 +172,8 @@ class Shuttle:
     def __init__(self, path: Path, tensor_bytes: int, count: int, *, in_crates: bool = False) -> None:
         self.nbytes = tensor_bytes * count
         room_bytes = align_up(tensor_bytes, 4 * KIB) * count
-        if in_crates:
-            room_bytes += (
-                room_bytes // 4 + MIB
-            )  # directories, and what the last tensor of a crate does not fill
+        if in_crates:  # directories, and what the last tensor of a crate does not fill
+            room_bytes += room_bytes // 4 + MIB
         self.store = ts.Store(
             ts.StoreConfig([host_tier(room_bytes + MIB), disk_tier(path, room_bytes + MIB)])
         )
