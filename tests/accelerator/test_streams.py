@@ -44,7 +44,7 @@ def store() -> Iterator[ts.Store]:
 def _copies_in(store: ts.Store) -> torch.Stream:
     """The stream that brings bytes to the device."""
     backend = store._engine.backends[0]
-    stream: torch.Stream = backend._inward._stream  # type: ignore[attr-defined]
+    stream: torch.Stream = backend._inward.stream  # type: ignore[attr-defined]
     return stream
 
 

@@ -96,6 +96,23 @@ def test_a_write_runs_beside_the_computing(device: StreamDevice, pool: PinnedPoo
     assert not busy.query()  # the kernel still runs: the copy did not wait for it
 
 
+def test_a_write_into_new_memory_runs_beside_what_was_queued_before(
+    device: StreamDevice, pool: PinnedPool
+) -> None:
+    source = _slot(pool)
+    source.memory.copy_(pattern(_N, seed=1))
+    succeed(device.free(_slot(device)))  # the driver has given the memory already: that may wait for kernels
+    torch.accelerator.synchronize()
+    keep_busy()
+    busy = event()
+    busy.record()
+    slot = _slot(device)
+    assert finish(device.write(slot, source.memory)) is None
+    assert not busy.query()  # the kernel still runs: neither waited for it
+    slot.acquire()
+    assert torch.equal(slot.memory.cpu(), source.memory)
+
+
 def test_a_read_sees_what_a_long_kernel_writes_at_its_end(device: StreamDevice, pool: PinnedPool) -> None:
     slot, into = _slot(device), _slot(pool)
     slot.acquire()

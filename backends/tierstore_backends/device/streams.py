@@ -1,7 +1,9 @@
 """Memory of a torch accelerator: copies on side streams, ordered by events.
 
-1. A slot is allocated on the stream that is current where it is reserved, and a copy waits for that
-   stream's earlier work: freshly allocated memory may still be read by it.
+1. A slot is allocated on the stream that copies inward.  The caching allocator hands a stream only memory
+   that was freed on it, and slots are freed there when nothing uses them any more (rule 4): so what comes up
+   never waits for kernels that the program has queued already, of which an accelerator has many at a time.
+   On the stream that is current it would have to, as what the program freed there may still be read.
 2. There is one side stream for each direction.  A copy waits for every event of its slot: the last
    write, and where each lease was released.
 3. A write is stream-ordered: `StreamSlot.acquire` makes the consumer's stream wait, not the host.
@@ -105,7 +107,7 @@ class StreamSlot:
     Args:
         memory: a one-dimensional ``torch.uint8`` tensor on the device.
         streams: what knows the current stream.
-        reserved: where the stream was that the memory was allocated on.
+        reserved: where the stream was that the memory was allocated on: others wait for it before they write.
     """
 
     __slots__ = ("_events", "_lock", "_memory", "_streams", "nbytes")
@@ -243,20 +245,24 @@ def _finish(watched: _Watched, error: BackendError | None) -> None:
 
 
 class _CopyStream:
-    """One direction: a stream, and the thread that watches it."""
+    """One direction: a stream, and the thread that watches it.
+
+    Attributes:
+        stream: where copies are queued.
+    """
 
     def __init__(self, direction: str, streams: _DeviceStreams) -> None:
         self._streams = streams
-        self._stream = streams.make()
+        self.stream = streams.make()
         self._watcher = _StreamWatcher(direction)
         self._lock = threading.Lock()  # so that the watcher's order is the stream's
 
     def copy(self, slot: StreamSlot, into: torch.Tensor, source: Buffer, completion: Completion) -> None:
         with self._lock:
-            slot.order(self._stream)
-            with self._streams.inside(self._stream):
+            slot.order(self.stream)
+            with self._streams.inside(self.stream):
                 host.copy(into, source, non_blocking=True)
-            ended = self._streams.mark(self._stream)
+            ended = self._streams.mark(self.stream)
             if completion.is_stream_ordered:
                 slot.note(ended)
             self._watcher.watch(_Watched([ended], [into, source], None, 0, completion))
@@ -291,7 +297,7 @@ class StreamDevice:
         return self._quota.held_bytes
 
     def reserve(self, nbytes: int) -> Slot:
-        """Take room for ``nbytes`` on the calling thread's current stream.
+        """Take room for ``nbytes``.
 
         Raises:
             CapacityError: more than what is free, here or on the device.
@@ -301,9 +307,9 @@ class StreamDevice:
             raise BackendError(_CLOSED)
         self._quota.take(nbytes)
         try:
-            with host.plain_tensors():
+            with host.plain_tensors(), self._streams.inside(self._inward.stream):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._streams.device)
-            reserved = self._streams.mark(self._streams.current())
+            reserved = self._streams.mark(self._inward.stream)
         except torch.OutOfMemoryError as error:
             self._quota.give(nbytes)
             raise CapacityError(
