@@ -103,7 +103,8 @@ def test_copies_take_what_their_links_do_and_what_skips_a_tier_takes_both() -> N
 
 def test_of_two_that_are_about_as_fast_the_one_that_moves_less_is_chosen() -> None:
     on, levers = machine(7, host=16), Levers.HIGH | Levers.AHEAD
-    fastest, sparing = (search(PROGRAM, on, levers=levers, spare=spare) for spare in (0.0, 0.1))
+    given = replace(todays(PROGRAM, on), high={})
+    fastest, sparing = (search(PROGRAM, on, given=given, levers=levers, spare=spare) for spare in (0.0, 0.1))
     assert fastest.timeline.step_s < sparing.timeline.step_s < 1.1 * fastest.timeline.step_s
     assert sum(sparing.timeline.moved_bytes.values()) < sum(fastest.timeline.moved_bytes.values())
 
@@ -206,7 +207,7 @@ def test_shares_that_were_given_are_tried_where_the_full_program_takes_another_t
 ) -> None:
     on, slow = machine(8), machine(8, link=1e6)
     program = replace(PROGRAM, moments=tuple(half for each in PROGRAM.moments for half in halves(each)))
-    before = todays(program, on)
+    before = replace(todays(program, on), high={})
     in_full: list[Placement] = []
 
     def slower(simulated: Program, where: Machine, placement: Placement, **more: object) -> Timeline:
@@ -216,6 +217,7 @@ def test_shares_that_were_given_are_tried_where_the_full_program_takes_another_t
         return simulate(simulated, slow if is_slow else where, placement, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("tierstore.planning.searching.choosing.simulate", slower)
+    monkeypatch.setattr("tierstore.planning.searching.choosing.todays", lambda *_: before)
     monkeypatch.setattr("tierstore.planning.searching.choosing._MOST_MOMENTS", 10)
     found = search(program, on)
     assert len(in_full) == 3, "what was given, what was best joined, and that with the shares that were given"
@@ -327,7 +329,7 @@ def homes_of_state(base: Placement) -> Sequence[Placement]:
 
 
 def test_state_that_would_leave_anyway_goes_down_after_its_step() -> None:
-    base = todays(PROGRAM, machine(18))
+    base = replace(todays(PROGRAM, machine(18)), high={})  # or it goes early as it is
     pinned = replace(base, bundles={**base.bundles, "param/0": BundleHomes(is_pinned=True)})
     for before, count in ((base, 6), (pinned, 5)):
         some, all_of_it = (
@@ -336,7 +338,7 @@ def test_state_that_would_leave_anyway_goes_down_after_its_step() -> None:
         )
         assert some < all_of_it
         assert len(all_of_it) == count
-    found = search(PROGRAM, machine(18), levers=Levers.HOMES)
+    found = search(PROGRAM, machine(18), given=base, levers=Levers.HOMES)
     assert found.timeline.step_s < step_s(PROGRAM, machine(18), base)
     assert "down after each step" in found.why
     # What would stay is better left where it is: with all of it down a step is longer than with some.

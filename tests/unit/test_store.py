@@ -16,6 +16,7 @@ import torch
 import tierstore as ts
 from tests.stores import make_store, numbered
 from tierstore.config import StoreConfig, TierConfig
+from tierstore.planning import Plan
 from tierstore_backends.memory import open_backend
 from tierstore_backends.pinned import open_backend as open_pinned
 
@@ -367,6 +368,16 @@ def test_above_high_the_store_evicts_down_to_low() -> None:
         assert store.stats().tiers["device"].charged_bytes == 500
         for number in range(9):
             assert torch.equal(store.get(f"k{number}"), numbered(number))
+
+
+def test_residents_do_not_go_early_but_where_others_need_their_room() -> None:
+    with make_store(1000, 5000, high=0.5, eviction="next-use") as store:
+        store.follow(Plan(["k0", "k1", "k2"], residents={"k0", "k1"}))
+        for key in ("k0", "k1", "k2"):
+            store.put(key, torch.zeros(300, dtype=torch.uint8), tier="host")
+        assert [store.where(f"k{number}")[0] for number in range(3)] == ["host", "host", "disk"]
+        store.put("large", torch.zeros(900, dtype=torch.uint8), tier="host")
+        assert store.where("k0")[0] == store.where("k1")[0] == "disk"
 
 
 def test_resize_evicts_down_and_grows_again(store: ts.Store) -> None:

@@ -104,7 +104,7 @@ class SpaceAdmission:
         if tier_state.charged_bytes - leaving <= tier_state.high_bytes or not tier_state.evictable:
             return
         excess = tier_state.charged_bytes - leaving - tier_state.low_bytes
-        self.evict(tier_state, excess, tier_state.evictable.victims(excess), Urgency.WRITE_BACK)
+        self.evict(tier_state, excess, tier_state.evictable.early_victims(excess), Urgency.WRITE_BACK)
 
     def _victims(self, tier_state: TierState, want: Want, needed: int) -> Iterator[Replica]:
         """A prefetch may only push out what the plan needs later than the prefetched."""

@@ -70,6 +70,10 @@ class Order(abc.ABC):
         Whoever takes one sees to it that it may be evicted no more before it asks for the next.
         """
 
+    def early_victims(self, needed_bytes: int) -> Iterator[Replica]:
+        """Yield those of `victims` that go before anybody waits for their room: not what a plan has stay."""
+        return self.victims(needed_bytes)
+
     def needed_later(self, accesses: int) -> Iterator[Replica]:
         """Yield those of `victims` that are known to be used only after so many accesses, or never.
 
@@ -247,6 +251,11 @@ class ByNextUse(Order):
         self._sort()
         yield from _first_again_and_again(self._unknown)
         yield from self._from_the_heap(0)
+
+    def early_victims(self, needed_bytes: int) -> Iterator[Replica]:
+        """See `Order.early_victims`: residents count as used at once."""
+        del needed_bytes
+        return self.needed_later(0)
 
     def needed_later(self, accesses: int) -> Iterator[Replica]:
         """See `Order.needed_later`."""

@@ -370,6 +370,9 @@ class _Passes:
             key = self._latest(0)
             if key is None:
                 return
+            if self._keys[key].is_resident:  # and so are the others that are left
+                self._may_go(key, 0)
+                return
             self._evict(key, 0, self._now_s)
 
     # --- links --------------------------------------------------------------------------------
