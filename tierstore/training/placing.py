@@ -14,7 +14,15 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError
-from tierstore.planning import BundleHomes, PlacedMark, Placement, Trained, Treatment, choose_residents
+from tierstore.planning import (
+    BundleHomes,
+    PlacedMark,
+    Placement,
+    Trained,
+    Treatment,
+    choose_residents,
+    choose_staying,
+)
 from tierstore.planning.placement import tiers_in
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
 from tierstore.quoting import quoted
@@ -178,13 +186,19 @@ class Placing:
         """
         if not self._is_to_learn and not self.placement.residents:
             return frozenset()
-        trained = self._trained(accesses, frozenset(gradients))
+        trained = self._trained(accesses, frozenset((*accesses, *gradients)))
         if self._is_to_learn:
             fastest = self._store.tier_names[0]
             is_in_backward = self._stepping is Stepping.IN_BACKWARD
             able = [each for each in trained.values() if each.gradients or is_in_backward]
-            keys = choose_residents(able, self._store.stats().tiers[fastest].capacity_bytes)
-            self.placement = replace(self.placement, residents=keys.intersection(trained))
+            quota_bytes = self._store.stats().tiers[fastest].capacity_bytes
+            if is_in_backward:
+                keys = choose_residents(able, quota_bytes)
+            else:
+                keys = choose_staying(able, accesses, self._inventory.nbytes, quota_bytes)
+            whole = {key for key in keys.intersection(trained) if keys.issuperset(trained[key].keys)}
+            self.placement = replace(self.placement, residents=whole)
+            return keys
         residents = self.placement.residents or frozenset()
         stay = [trained[key] for key in residents if key in trained]
         # Beside what is trained, buffers may be named, too.

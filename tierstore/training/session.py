@@ -361,7 +361,7 @@ class Session:
 
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
-        residents = self.placing.placement.residents or ()
+        residents = self.prefetcher.residents
         # What is confined has no second replica that could become the new values.
         when = step_time(
             is_aside=self.steps_aside(bundle),

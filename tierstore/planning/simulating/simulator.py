@@ -35,6 +35,7 @@ from tierstore.planning.simulating.recomputing import with_recomputation
 from tierstore.planning.simulating.stepping import OptimizerTurns
 from tierstore.planning.simulating.swapping import Swapping
 from tierstore.planning.simulating.windows import KeyWindows
+from tierstore.planning.staying import choose_staying
 from tierstore.planning.timeline import WAITING, StallCause, StepTotals, Timeline
 
 LEAST_STEPS = 3
@@ -246,12 +247,13 @@ class Simulator:
         data = self._program.data
         states = {each.owner: key for key, each in data.items() if each.kind is ByteKind.STATE}
         trained = {}
+        there = frozenset((*accesses, *gradients))  # one that is zeroed was there before the step
         for key in dict.fromkeys(accesses):
             if key in data and data[key].kind in (ByteKind.PARAMETERS, ByteKind.BUFFER):
                 unit = units.get(key)
                 own = states.get(key) if unit is None else unit.state
                 state = [] if own is None else [own]
-                made = [each for each in (unit.gradients if unit is not None else ()) if each in gradients]
+                made = [each for each in (unit.gradients if unit is not None else ()) if each in there]
                 kept = (key, *(each for each in state if each in self._store))
                 trained[key] = Trained(
                     kept,
@@ -263,8 +265,11 @@ class Simulator:
         if chosen is None:
             is_in_backward = self._conditions.optimizer_in_backward
             able = [each for each in trained.values() if each.gradients or is_in_backward]
-            first = self._store.ledger.books.tier_states[0].tier
-            chosen = choose_residents(able, first.capacity_bytes).intersection(trained)
+            quota_bytes = self._store.ledger.books.tier_states[0].tier.capacity_bytes
+            if is_in_backward:
+                return choose_residents(able, quota_bytes)
+            sizes = {key: data[key].nbytes for each in able for key in each.keys}
+            return choose_staying(able, accesses, sizes, quota_bytes)
         stay = [trained[key] for key in sorted(chosen) if key in trained]
         return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
 

@@ -51,6 +51,11 @@ class Prefetcher:
         """Whether a step was recorded and is followed."""
         return self._follower.has_plan
 
+    @property
+    def residents(self) -> frozenset[str]:
+        """The keys that stay where they are, as they were chosen last."""
+        return self._follower.residents
+
     def set_limit(self, tier: str, limit_bytes: int) -> None:
         """Prefetch as far as ``limit_bytes`` into ``tier`` from now on."""
         with self._lock:
