@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -123,11 +123,15 @@ def test_a_step_that_goes_another_way_is_recorded_anew(first: list[str], second:
 def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() -> None:
     asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
-    def choose(accesses: tuple[str, ...], gradients: tuple[str, ...]) -> frozenset[str]:
-        asked.append((accesses, gradients))
-        return frozenset({"a"})
+    class Chooser:
+        is_stale = False
 
-    follower = Follower([], "device", SIZES.__getitem__, 1, choose)  # type: ignore[arg-type]
+        def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+            asked.append((tuple(accesses), tuple(gradients)))
+            return frozenset({"a"})
+
+    chooser = Chooser()
+    follower = Follower([], "device", SIZES.__getitem__, 1, chooser)
     list(follower.note("a"))
     list(follower.note_gradient("b"))
     follower.note_step(0)
@@ -137,6 +141,48 @@ def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() 
     assert tuple(follow.plan.accesses) == ("a", "b", "b")  # a gradient is kept to the step's end
     assert follow.plan.aliases == {"a~next": "a", "b~next": "b"}
     assert follow.plan.residents == {"a"}
+    for chooser.is_stale in (False, True):
+        list(follower.note("a"))
+        list(follower.note_gradient("b"))
+        follower.note_step(0)
+        assert len(list(follower.begin_forward())) == chooser.is_stale
+    assert len(asked) == 2  # in a step like the last one only where others would be chosen
+
+
+@pytest.mark.parametrize(
+    ("is_slowest", "has_gradients", "brought"),
+    [(False, False, "a b"), (False, True, "a b"), (True, False, ""), (True, True, "a b")],
+)
+def test_second_replicas_are_brought_to_the_slowest_tier_for_steps_beside_old_values_alone(
+    *, is_slowest: bool, has_gradients: bool, brought: str
+) -> None:
+    window = PrefetchWindow("host", 1000, is_slowest=is_slowest)
+    follower = Follower([window], "device", lambda _: 64, 1)
+    for _ in range(2):
+        found = [each for key in "cab" for each in follower.note(key)]
+        found += follower.note_gradient("g") if has_gradients else ()
+        follower.note_step(0)
+        list(follower.begin_forward())
+    keys = [each.key for each in found if isinstance(each, Prefetch)]
+    assert {key for key in keys if key in "ab"} == set(brought.split())
+
+
+def test_what_stays_above_is_brought_to_no_other_tier() -> None:
+    class Chooser:
+        is_stale = False
+
+        def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+            return frozenset({"a"})
+
+    windows = [PrefetchWindow(tier, 1000) for tier in ("device", "host")]
+    follower = Follower(windows, "device", lambda _: 64, 1, Chooser())
+    for _ in range(2):
+        found = [each for key in "cab" for each in follower.note(key)]
+        follower.note_step(0)
+        list(follower.begin_forward())
+    brought = {(each.key, each.tier) for each in found if isinstance(each, Prefetch)}
+    assert brought >= {("a", "device"), ("b", "device"), ("b", "host")}
+    assert ("a", "host") not in brought
 
 
 def _coming(*uses: str | tuple[str, int]) -> list[int]:

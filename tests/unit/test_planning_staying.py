@@ -18,8 +18,14 @@ def trained(number: int, units: int = 1) -> Trained:
     return Trained((f"p{number}", f"s{number}"), (f"g{number}",), 48 * units, 16 * units)
 
 
-def chosen(order: Sequence[Trained], quota_bytes: int, uses: int = 2) -> frozenset[str]:
-    accesses = [key for each in order for key in (*each.keys, *each.gradients * uses)]
+def chosen(
+    order: Sequence[Trained], quota_bytes: int, uses: int = 2, parameter_uses: int = 3
+) -> frozenset[str]:
+    accesses = [
+        key
+        for each in order
+        for key in (*each.keys[:1] * parameter_uses, *each.keys[1:], *each.gradients * uses)
+    ]
     units = {key: each.nbytes // 64 for each in order for key in each.keys}
     return choose_staying(order, accesses, {key: SIZES[key[0]] * n for key, n in units.items()}, quota_bytes)
 
@@ -65,6 +71,13 @@ def test_gradients_that_are_used_again_stay_before_parameters_and_state_last() -
     assert len(numbers(few, "p")) < len(numbers(more, "p")) < 16
     assert (len(numbers(most, "g")), len(numbers(most, "p"))) == (16, 16)
     assert 0 < len(numbers(most, "s")) < 16
+
+
+def test_parameters_that_are_used_more_often_still_stay_with_their_gradients() -> None:
+    order = [trained(number) for number in range(16)]
+    some = chosen(order, 20 * 16, uses=5, parameter_uses=9)
+    assert numbers(some, "p") == numbers(some, "g") != []
+    assert not numbers(some, "s")
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 4000), st.integers(1, 4))

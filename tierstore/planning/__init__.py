@@ -32,7 +32,7 @@ from tierstore.planning.program import (
     Unit,
 )
 from tierstore.planning.residents import Trained, choose_residents
-from tierstore.planning.staying import choose_staying
+from tierstore.planning.staying import choose_staying, is_another_room
 from tierstore.planning.table_frames import TableFrames
 from tierstore.planning.timeline import Account, Interval, StallCause, StepTotals, Timeline
 from tierstore.planning.trace import Trace
@@ -70,5 +70,6 @@ __all__ = [
     "Unit",
     "choose_residents",
     "choose_staying",
+    "is_another_room",
     "plan_from",
 ]

@@ -169,7 +169,7 @@ def place(facts: RunFacts) -> Placement:
         {each.key: homes[each.is_pinned, each.is_on_host, each.target] for each in facts.bundles},
         _stashing(facts),
         dict.fromkeys(ahead, AHEAD),
-        None if facts.needs_plan and not facts.has_device else frozenset(),
+        None if facts.needs_plan else frozenset(),
         inputs=_home("offload_checkpoint", wishes.offload_checkpoint, model_on, facts).tier,
         high=_high(facts),
     )
@@ -365,8 +365,6 @@ def _wrong_flow(placement: Placement, facts: RunFacts) -> Iterator[str]:
             yield f"ahead: {named(tier)}: nothing is prefetched there; accepted: {', '.join(reached)}"
     if placement.inputs is not None and placement.inputs not in facts.tiers:
         yield f"inputs={quoted(placement.inputs)}: this run has {', '.join(facts.tiers)}"
-    if placement.residents is None and facts.has_device:
-        yield "residents=None: beside a device none are chosen; name them, or leave the key out"
     match placement.stashing:
         case Stashing.NEVER if facts.has_device:
             yield "stashing='never': a device may have no room for all; accepted: always, without-room"

@@ -8,8 +8,9 @@ backward, and beside them there is room for what comes and goes.
 2. So a few of the largest stay out of their turn, if more bytes stay then.  They have their gradients while
    others are trained that go.
 3. A gradient comes once and is read once, and so is state.  But one that is accumulated over several passes,
-   clipped, unscaled, looked at or zeroed is used in each, and parameters are in accumulation; state still
-   comes and goes once.  Where gradients are used so, they stay first, then parameters, and state last.
+   clipped, unscaled, looked at or zeroed is used in each; state still comes and goes once.  Where gradients
+   are used so they stay first, then parameters, and state last.  Parameters that are used more often still,
+   as in accumulation, stay with their gradients.
 
 Pure: sizes in, keys out.
 """
@@ -25,6 +26,9 @@ from tierstore.planning.residents import Trained
 
 OUT_OF_TURN = 3
 """Of the largest, how many may stay out of their turn: each doubles the walks through all that is trained."""
+
+_ANOTHER_ROOM = 0.05
+"""How much a tier's quota has to differ from the one that was chosen for."""
 
 _USUAL_USES = 2
 """Of a gradient in a step: backward makes it, and the optimizer reads it."""
@@ -55,6 +59,18 @@ def choose_staying(
     return frozenset(key for each in best for key in (*each.keys, *each.gradients))
 
 
+def is_another_room(chosen_bytes: int | None, quota_bytes: int) -> bool:
+    """Say whether there is to be chosen anew.
+
+    Args:
+        chosen_bytes: that was chosen for; ``None``: nothing was chosen.
+        quota_bytes: now.
+    """
+    return chosen_bytes is None or abs(quota_bytes - chosen_bytes) > _ANOTHER_ROOM * max(
+        quota_bytes, chosen_bytes
+    )
+
+
 def _by_worth(
     trained: Iterable[Trained], uses: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Sequence[Trained]:
@@ -63,12 +79,16 @@ def _by_worth(
     parameters: list[Trained] = []
     states: list[Trained] = []
     for each in trained:
-        if max((uses.get(key, 0) for key in each.gradients), default=0) <= _USUAL_USES:
+        most = max((uses.get(key, 0) for key in each.gradients), default=0)
+        if most <= _USUAL_USES:
             first.append(each)
             continue
         key, *state = each.keys
-        first.append(Trained((), each.gradients, 0, each.gradient_bytes))
-        parameters.append(Trained((key,), (), sizes[key], 0))
+        if uses[key] > most:
+            first.append(Trained((key,), each.gradients, sizes[key], each.gradient_bytes))
+        else:
+            first.append(Trained((), each.gradients, 0, each.gradient_bytes))
+            parameters.append(Trained((key,), (), sizes[key], 0))
         if state:
             states.append(Trained(tuple(state), (), sum(sizes[each] for each in state), 0))
     return [*first, *parameters, *states]

@@ -5,7 +5,7 @@ What is trained together stays together: a bundle, the optimizers' state of it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from tierstore.planning import (
     Treatment,
     choose_residents,
     choose_staying,
+    is_another_room,
 )
 from tierstore.planning.placement import tiers_in
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
@@ -157,17 +158,25 @@ class Placing:
         store: that all of it is in.
         inventory: what is trained.
         stepping: when the optimizers step.
+        room_bytes: returns what of the fastest tier can be kept from step to step; 0: it is not known yet.
 
     Attributes:
         placement: with what was learned so far.
     """
 
-    def __init__(self, placement: Placement, store: Store, inventory: Inventory, stepping: Stepping) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        inventory: Inventory,
+        stepping: Stepping,
+        room_bytes: Callable[[], int],
+    ) -> None:
         self.placement = placement
         self._is_to_learn = placement.residents is None
-        self._store = store
         self._inventory = inventory
         self._stepping = stepping
+        self._room_bytes = room_bytes
+        self._chosen_bytes: int | None = None  # the room that was chosen for
 
     def change(self, placement: Placement) -> None:
         """Let another placement hold from now on, in what tiers write back early and have ahead."""
@@ -177,7 +186,12 @@ class Placing:
         """Return where all of a bundle lives."""
         return self.placement.bundles[bundle.key]
 
-    def decide_residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+    @property
+    def is_stale(self) -> bool:
+        """See `tierstore.planning.deciding.ResidentChooser.is_stale`."""
+        return self._is_to_learn and is_another_room(self._chosen_bytes, self._room_bytes())
+
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
         """Return the keys that stay from step to step; unless they were given, choose and note them.
 
         Args:
@@ -188,16 +202,15 @@ class Placing:
             return frozenset()
         trained = self._trained(accesses, frozenset((*accesses, *gradients)))
         if self._is_to_learn:
-            fastest = self._store.tier_names[0]
             is_in_backward = self._stepping is Stepping.IN_BACKWARD
             able = [each for each in trained.values() if each.gradients or is_in_backward]
-            quota_bytes = self._store.stats().tiers[fastest].capacity_bytes
+            quota_bytes = self._chosen_bytes = self._room_bytes()
             if is_in_backward:
                 keys = choose_residents(able, quota_bytes)
             else:
                 keys = choose_staying(able, accesses, self._inventory.nbytes, quota_bytes)
-            whole = {key for key in keys.intersection(trained) if keys.issuperset(trained[key].keys)}
-            self.placement = replace(self.placement, residents=whole)
+            whole = (key for key in keys.intersection(trained) if keys.issuperset(trained[key].keys))
+            self.placement = replace(self.placement, residents=frozenset(whole))
             return keys
         residents = self.placement.residents or frozenset()
         stay = [trained[key] for key in residents if key in trained]

@@ -73,16 +73,20 @@ def policies_for(
         follows_plan: whether what steps need is fetched ahead.
     """
     fastest = store.tier_names[0]
-    placing = Placing(placement, store, inventory, stepping)
+    quota: DeviceQuota | None = None
+
+    def room_bytes() -> int:
+        return store.rooms()[fastest].capacity_bytes if quota is None else quota.kept_bytes
+
+    placing = Placing(placement, inventory, stepping, room_bytes)
     meter = None if fastest == HOST else _meter(store)
     prefetcher = Prefetcher(
         store,
         _windows(store, placement) if follows_plan else None,
         inventory.nbytes_of,
         len(optimizers),
-        placing.decide_residents,
+        placing,
     )
-    quota = None
     if meter is not None and sets:
         quota = DeviceQuota(
             store,
@@ -122,4 +126,11 @@ def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
     """
     tiers = store.stats().tiers
     names = [name for name in store.tier_names if name in placement.ahead]
-    return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]
+    return [
+        PrefetchWindow(
+            name,
+            placement.ahead_bytes(name, tiers[name].capacity_bytes),
+            is_slowest=name == store.tier_names[-1],
+        )
+        for name in names
+    ]

@@ -22,6 +22,7 @@ from tierstore.planning.deciding.following import (
     Follower,
     Prefetch,
     PrefetchWindow,
+    ResidentChooser,
     next_version,
 )
 from tierstore.planning.deciding.stashing import is_stashed, must_stash, room_bytes
@@ -39,6 +40,7 @@ __all__ = [
     "PhasePeak",
     "Prefetch",
     "PrefetchWindow",
+    "ResidentChooser",
     "StepPhase",
     "StepTime",
     "TierRoom",

@@ -342,6 +342,13 @@ class DeviceShare:
         return self._own[self.phase]
 
     @property
+    def kept_bytes(self) -> int:
+        """What is the store's own through a whole step: so much may stay there from one to the next."""
+        if not self._is_known(StepPhase.MODEL) or StepPhase.OPTIMIZER not in self._program:
+            return 0
+        return min(self._own[StepPhase.MODEL], self._own[StepPhase.OPTIMIZER])
+
+    @property
     def _is_tight(self) -> bool:
         """Whether leases may need more than the store's own: then the program is measured from then on."""
         return any(self._leased[phase] > self._own[phase] for phase in self._program)

@@ -8,6 +8,9 @@
 3. A step has one order of uses.  One that turns out otherwise the next time is only advised worse.
 4. Backward waits for room for a gradient: the plan says where in a step there should be some before it comes.
 5. Where new values wait to take the place of old ones, it is they that are brought to the first tier.
+6. Below the first tier nothing is brought that stays there: it is stepped in place.  Into the slowest one, in
+   which all is that is not newer above, things are brought only where steps are made beside old values, which
+   need a second replica: where gradients are the store's.
 """
 
 from __future__ import annotations
@@ -15,13 +18,30 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from tierstore.core.model import Plan
 from tierstore.planning.planner import PlanPosition, plan_from
 from tierstore.planning.trace import Trace
 
-ChooseResidents = Callable[[Sequence[str], Sequence[str]], frozenset[str]]
+
+class ResidentChooser(Protocol):
+    """Says which keys stay where they are."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it would choose others of the same uses."""
+        ...
+
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        """Return the keys that stay.
+
+        Args:
+            accesses: that a step used, first use first.
+            gradients: those of them that came to be in it.
+        """
+        ...
+
 
 USES_BEFORE_ROOM = 16
 """Room is made so many uses before a gradient comes: a bundle's in backward and in its step, and more."""
@@ -72,6 +92,7 @@ class PrefetchWindow:
     Attributes:
         tier: where to.
         limit_bytes: how many bytes of keys may lie ahead.
+        is_slowest: whether no tier is below it.
         turn: up to where it was prefetched, exclusive.
         ahead: the bytes of each key between where the step is and ``turn``.
         ahead_bytes: of them together.
@@ -79,6 +100,7 @@ class PrefetchWindow:
 
     tier: str
     limit_bytes: int
+    is_slowest: bool = False
     turn: int = 0
     ahead: collections.deque[int] = field(default_factory=collections.deque)
     ahead_bytes: int = 0
@@ -107,8 +129,7 @@ class Follower:
         first_tier: where others tell when activations have to be there.
         nbytes_of: the bytes of a key; 0 of one that others bring.
         optimizers: how many there are.
-        choose_residents: says which keys stay where they are, from those that a step used and those of
-            gradients among them; ``None``: none do.
+        chooser: says which keys stay where they are; ``None``: none do.
         is_there: says whether anything is under a key; ``None``: no new values are made before their time.
 
     Attributes:
@@ -121,7 +142,7 @@ class Follower:
         first_tier: str,
         nbytes_of: Callable[[str], int],
         optimizers: int,
-        choose_residents: ChooseResidents | None = None,
+        chooser: ResidentChooser | None = None,
         is_there: Callable[[str], bool] | None = None,
     ) -> None:
         self.is_planning = windows is not None
@@ -134,9 +155,10 @@ class Follower:
         self._followed: tuple[str, ...] = ()
         self._last = ""
         self._left_out: set[str] = set()  # keys whose next use no plan has
+        self._has_gradients = False  # whether the last step put any into the store
         self._gradients: dict[str, int] = {}  # the bytes that need room in the first tier, by key
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
-        self._choose_residents = choose_residents
+        self._chooser = chooser
         self.residents: frozenset[str] = frozenset()
         self._is_there = is_there
 
@@ -218,16 +240,18 @@ class Follower:
     def _end_step(self) -> Iterator[Advice]:
         accesses = self._trace.take()
         rooms, self._gradients = self._gradients, {}
+        self._has_gradients = bool(rooms)
         gradients = tuple(rooms)
         self._left_out.clear()
         self._last = ""
         if not accesses:
             return iter(_NONE)
-        if accesses == self._followed and self._place is not None:
+        chooser = self._chooser
+        is_fresh = chooser is None or not chooser.is_stale
+        if accesses == self._followed and self._place is not None and is_fresh:
             self._place.begin_cycle()
             return iter(_NONE)
-        choose = self._choose_residents
-        self.residents = frozenset[str]() if choose is None else choose(accesses, gradients)
+        self.residents = frozenset[str]() if chooser is None else chooser.choose(accesses, gradients)
         # Its end is what a gradient is kept for, whether anybody looks at it or not.
         plan = plan_from(
             (*accesses, *gradients),
@@ -261,12 +285,17 @@ class Follower:
         last = place.turn + place.length - 1
         while window.turn < last:
             key = place.key_at(window.turn)
-            nbytes = self._bytes_in(window, key)
+            nbytes = self._bytes_in(window, key) if self._is_wanted(window, key) else 0
             if window.ahead_bytes and window.ahead_bytes + nbytes > window.limit_bytes:
                 return
             window.add(nbytes)
             if nbytes:
                 yield Prefetch(self._newest(key) if window.tier == self._first_tier else key, window.tier)
+
+    def _is_wanted(self, window: PrefetchWindow, key: str) -> bool:
+        if window.tier == self._first_tier:
+            return True
+        return key not in self.residents and (self._has_gradients or not window.is_slowest)
 
     def _newest(self, key: str) -> str:
         """Return what is used when a key is next: new values, if they wait to take its place."""

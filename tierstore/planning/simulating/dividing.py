@@ -89,6 +89,11 @@ class DividedDevice:
         return self._share.own_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """See `DeviceShare.kept_bytes`."""
+        return self._share.kept_bytes
+
+    @property
     def has_room_for_gradients(self) -> bool:
         """See `DeviceShare.has_room_for_gradients`."""
         return self._share.has_room_for_gradients

@@ -35,7 +35,7 @@ from tierstore.planning.simulating.recomputing import with_recomputation
 from tierstore.planning.simulating.stepping import OptimizerTurns
 from tierstore.planning.simulating.swapping import Swapping
 from tierstore.planning.simulating.windows import KeyWindows
-from tierstore.planning.staying import choose_staying
+from tierstore.planning.staying import choose_staying, is_another_room
 from tierstore.planning.timeline import WAITING, StallCause, StepTotals, Timeline
 
 LEAST_STEPS = 3
@@ -112,6 +112,8 @@ class Simulator:
             is_checked=is_checked,
         )
         host = next((index for index, tier in enumerate(tiers) if tier.is_host), 0)
+        self._device: DividedDevice | None = None
+        self._chosen_bytes: int | None = None  # the room that residents were chosen for
         self._host_lane = HostLane(self._store, host)
         exchanges = conditions.exchanges
         self._lanes = Lanes(
@@ -183,7 +185,12 @@ class Simulator:
         }
         ahead = [name for name in capacities if name in self._placement.ahead]
         prefetched = [
-            PrefetchWindow(name, self._placement.ahead_bytes(name, capacities[name])) for name in ahead
+            PrefetchWindow(
+                name,
+                self._placement.ahead_bytes(name, capacities[name]),
+                is_slowest=name == self._store.names[-1],
+            )
+            for name in ahead
         ]
         first = self._store.names[0]
         data = self._program.data
@@ -193,7 +200,7 @@ class Simulator:
             first,
             lambda key: followed[key] if key in followed and key in self._store else 0,
             len({unit.optimizer for unit in self._program.units}),
-            self._residents,
+            self,
             self._store.__contains__,
         )
         trained = trained_bytes(self._program, self._placement)
@@ -209,6 +216,7 @@ class Simulator:
                 lambda own_bytes: follower.set_limit(first, self._placement.ahead_bytes(first, own_bytes)),
                 is_enforced=self._conditions.is_enforced,
             )
+        self._device = device
         homes = return_homes(self._program, self._placement)
         windows = KeyWindows(self._store, follower, device, data, homes, self._host_lane)
         swapping = Swapping(self._program, self._placement.marks, self._store, windows)
@@ -241,8 +249,19 @@ class Simulator:
         peaks = self._holdings.take_step_peaks()
         return StepTotals(begin_s, self._queue.now_s, moved, stalls, peaks)
 
-    def _residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
-        """Return the keys that stay from step to step."""
+    @property
+    def is_stale(self) -> bool:
+        """See `tierstore.planning.deciding.ResidentChooser.is_stale`."""
+        return self._placement.residents is None and is_another_room(self._chosen_bytes, self._room_bytes)
+
+    @property
+    def _room_bytes(self) -> int:
+        if self._device is not None:
+            return self._device.kept_bytes
+        return self._store.ledger.books.tier_states[0].tier.capacity_bytes
+
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        """See `tierstore.planning.deciding.ResidentChooser.choose`."""
         units = {unit.bundle: unit for unit in self._program.units}
         data = self._program.data
         states = {each.owner: key for key, each in data.items() if each.kind is ByteKind.STATE}
@@ -265,7 +284,7 @@ class Simulator:
         if chosen is None:
             is_in_backward = self._conditions.optimizer_in_backward
             able = [each for each in trained.values() if each.gradients or is_in_backward]
-            quota_bytes = self._store.ledger.books.tier_states[0].tier.capacity_bytes
+            quota_bytes = self._chosen_bytes = self._room_bytes
             if is_in_backward:
                 return choose_residents(able, quota_bytes)
             sizes = {key: data[key].nbytes for each in able for key in each.keys}

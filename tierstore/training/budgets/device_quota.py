@@ -159,6 +159,11 @@ class DeviceQuota:
         return self._share.has_room_for_gradients
 
     @property
+    def kept_bytes(self) -> int:
+        """See `tierstore.planning.deciding.DeviceShare.kept_bytes`."""
+        return self._share.kept_bytes
+
+    @property
     def allows_steps_in_backward(self) -> bool:
         """See `tierstore.planning.deciding.DeviceShare.allows_steps_in_backward`."""
         return self._share.allows_steps_in_backward

@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
 from tierstore.errors import KeyNotFound
-from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch, PrefetchWindow
-from tierstore.planning.deciding.following import ChooseResidents
+from tierstore.planning.deciding import (
+    Advance,
+    Advice,
+    Follow,
+    Follower,
+    Prefetch,
+    PrefetchWindow,
+    ResidentChooser,
+)
 from tierstore.store import Store
 from tierstore.training import locks
 from tierstore.training.locks import Rank
@@ -28,7 +35,7 @@ class Prefetcher:
         windows: see `tierstore.planning.deciding.Follower`, and so are what follows.
         nbytes_of: the bytes of a key.
         optimizers: how many there are.
-        choose_residents: says which keys stay where they are.
+        chooser: says which keys stay where they are.
     """
 
     def __init__(
@@ -37,13 +44,13 @@ class Prefetcher:
         windows: Sequence[PrefetchWindow] | None,
         nbytes_of: Callable[[str], int],
         optimizers: int,
-        choose_residents: ChooseResidents | None = None,
+        chooser: ResidentChooser | None = None,
     ) -> None:
         self._store = store
         # Guards the follower, and the order in which the store is advised, which waits for nobody.
         self._lock = locks.new_lock(Rank.PREFETCHER)
         self._follower = Follower(
-            windows, store.tier_names[0], nbytes_of, optimizers, choose_residents, store.__contains__
+            windows, store.tier_names[0], nbytes_of, optimizers, chooser, store.__contains__
         )
 
     @property
