@@ -43,6 +43,7 @@ _MODEL_SHARE = (
     256  # and below this part of the model: the same ones whatever is left, if that is a quarter of it
 )
 _ALWAYS_SMALL = 16 * KIB  # or this, where the model is small
+_PAGES_BYTES = 4 * 4 * KIB  # that a bundle, its gradients and its state may take more by beginning on pages
 _TIER_OF = {"cpu": HOST, "disk": DISK}
 _MOST_FAULTS = 32
 
@@ -133,8 +134,19 @@ class RunFacts:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether something may have to leave the fastest tier: what is needed next is then worth knowing."""
-        return self.has_device or not self.fits
+        """Whether something may have to leave the fastest tier: what is needed next is then worth knowing.
+
+        What fits to the byte may not where slots begin on pages and lie where there is room: with as much
+        room more as the largest takes it does.
+        """
+        fastest_bytes = int(self.tiers[self.fastest] * self.wishes.hbm_ratio)
+        return self.has_device or self._bytes_in_slots > fastest_bytes
+
+    @property
+    def _bytes_in_slots(self) -> int:
+        """Of what is computed with in the fastest tier, however its slots lie."""
+        sizes = [each.nbytes + _PAGES_BYTES for each in self.bundles if not each.is_on_host]
+        return sum(sizes) + max(sizes, default=0)
 
 
 def small_bytes(left_bytes: int | None, model_bytes: int) -> int:
