@@ -64,6 +64,15 @@ def test_all_stays_that_fits() -> None:
     assert len(chosen(order, sum(each.nbytes for each in order))) == 21
 
 
+def test_what_passes_by_has_room_beside_all_gradients() -> None:
+    order = [trained(number) for number in range(4)]
+    accesses = [key for each in order for key in (*each.keys, *each.gradients * 2)]
+    sizes = {key: SIZES[key[0]] for each in order for key in each.keys}
+    for quota_bytes in (4 * 64 + 99, 4 * 64 + 100):
+        staying = choose_staying(order, accesses, sizes, quota_bytes, passing_bytes=40)
+        assert (len(staying) == 12) == (quota_bytes == 4 * 64 + 100)
+
+
 def test_gradients_that_are_used_again_stay_before_parameters_and_state_last() -> None:
     order = [trained(number) for number in range(16)]
     few, more, most = (chosen(order, quota_bytes, uses=3) for quota_bytes in (24 * 16, 28 * 16, 40 * 16))

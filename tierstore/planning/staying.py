@@ -5,6 +5,7 @@ backward, and beside them there is room for what comes and goes.
 
 1. The others' room is that of those that go: one that is trained, one beside it that comes, and a part of one
    that leaves.  A large bundle that stays needs none, and one that goes needs it once.
+   What is used and never trained passes by, whatever stays, and needs as much room beside gradients, too.
 2. So a few of the largest stay out of their turn, if more bytes stay then.  They have their gradients while
    others are trained that go.
 3. A gradient comes once and is read once, and so is state.  But one that is accumulated over several passes,
@@ -22,7 +23,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from tierstore.planning.residents import Trained
+from tierstore.planning.residents import OTHERS, Trained
 
 OUT_OF_TURN = 3
 """Of the largest, how many may stay out of their turn: each doubles the walks through all that is trained."""
@@ -35,7 +36,11 @@ _USUAL_USES = 2
 
 
 def choose_staying(
-    trained: Iterable[Trained], accesses: Sequence[str], sizes: Mapping[str, int], quota_bytes: int
+    trained: Iterable[Trained],
+    accesses: Sequence[str],
+    sizes: Mapping[str, int],
+    quota_bytes: int,
+    passing_bytes: int = 0,
 ) -> frozenset[str]:
     """Choose what stays in a tier; return the keys.
 
@@ -45,14 +50,16 @@ def choose_staying(
         accesses: the keys that a step used, first use first.
         sizes: in bytes, of each of ``keys``.
         quota_bytes: of the tier.
+        passing_bytes: of the largest of what is used beside what is trained.
     """
+    passing_room_bytes = int(OTHERS * passing_bytes)
     order = _by_worth(trained, Counter(accesses), sizes)
     largest = heapq.nlargest(OUT_OF_TURN, range(len(order)), key=lambda number: order[number].nbytes)
     best: list[Trained] = []
     best_bytes = 0
     for count in range(len(largest) + 1):
         for first in itertools.combinations(largest, count):
-            stay = _most_that_fit(order, frozenset(first), quota_bytes)
+            stay = _most_that_fit(order, frozenset(first), quota_bytes, passing_room_bytes)
             nbytes = sum(each.nbytes for each in stay)
             if nbytes > best_bytes:
                 best, best_bytes = stay, nbytes
@@ -94,7 +101,9 @@ def _by_worth(
     return [*first, *parameters, *states]
 
 
-def _most_that_fit(order: Sequence[Trained], first: Set[int], quota_bytes: int) -> list[Trained]:
+def _most_that_fit(
+    order: Sequence[Trained], first: Set[int], quota_bytes: int, passing_room_bytes: int
+) -> list[Trained]:
     """Return the most that can stay: some out of their turn, no more than fits."""
     stay = [order[number] for number in first]
     kept_bytes = sum(each.kept_bytes for each in stay)
@@ -109,7 +118,7 @@ def _most_that_fit(order: Sequence[Trained], first: Set[int], quota_bytes: int) 
             gradient_bytes += each.gradient_bytes
         last_bytes += each.gradient_bytes
         others_bytes = gradient_bytes - last_bytes + rooms[number + 1]
-        if kept_bytes + max(gradient_bytes, others_bytes) <= quota_bytes:
+        if kept_bytes + max(gradient_bytes + passing_room_bytes, others_bytes) <= quota_bytes:
             fits = len(stay)
     return stay[:fits]
 

@@ -208,7 +208,10 @@ class Placing:
             if is_in_backward:
                 keys = choose_residents(able, quota_bytes)
             else:
-                keys = choose_staying(able, accesses, self._inventory.nbytes, quota_bytes)
+                passing = (each.kept_bytes for each in trained.values() if not each.gradients)
+                keys = choose_staying(
+                    able, accesses, self._inventory.nbytes, quota_bytes, max(passing, default=0)
+                )
             whole = (key for key in keys.intersection(trained) if keys.issuperset(trained[key].keys))
             self.placement = replace(self.placement, residents=frozenset(whole))
             return keys

@@ -288,7 +288,8 @@ class Simulator:
             if is_in_backward:
                 return choose_residents(able, quota_bytes)
             sizes = {key: data[key].nbytes for each in able for key in each.keys}
-            return choose_staying(able, accesses, sizes, quota_bytes)
+            passing = (each.kept_bytes for each in trained.values() if not each.gradients)
+            return choose_staying(able, accesses, sizes, quota_bytes, max(passing, default=0))
         stay = [trained[key] for key in sorted(chosen) if key in trained]
         return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
 
