@@ -24,6 +24,7 @@ from tierstore.planning import (
     choose_staying,
     is_another_room,
 )
+from tierstore.planning.homes import CPU
 from tierstore.planning.placement import tiers_in
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
 from tierstore.quoting import quoted
@@ -159,6 +160,7 @@ class Placing:
         inventory: what is trained.
         stepping: when the optimizers step.
         room_bytes: returns what of the fastest tier can be kept from step to step; 0: it is not known yet.
+        has_device: whether that is a device's.
 
     Attributes:
         placement: with what was learned so far.
@@ -170,12 +172,15 @@ class Placing:
         inventory: Inventory,
         stepping: Stepping,
         room_bytes: Callable[[], int],
+        *,
+        has_device: bool,
     ) -> None:
         self.placement = placement
         self._is_to_learn = placement.residents is None
         self._inventory = inventory
         self._stepping = stepping
         self._room_bytes = room_bytes
+        self._has_device = has_device
         self._chosen_bytes: int | None = None  # the room that was chosen for
 
     def change(self, placement: Placement) -> None:
@@ -203,7 +208,11 @@ class Placing:
         trained = self._trained(accesses, frozenset((*accesses, *gradients)))
         if self._is_to_learn:
             is_in_backward = self._stepping is Stepping.IN_BACKWARD
-            able = [each for each in trained.values() if each.gradients or is_in_backward]
+            able = [
+                each
+                for key, each in trained.items()
+                if (each.gradients or is_in_backward) and self._is_stepped_there(key)
+            ]
             quota_bytes = self._chosen_bytes = self._room_bytes()
             if is_in_backward:
                 keys = choose_residents(able, quota_bytes)
@@ -221,6 +230,10 @@ class Placing:
         return residents.intersection(accesses).union(
             key for each in stay for key in (*each.keys, *each.gradients)
         )
+
+    def _is_stepped_there(self, key: str) -> bool:
+        """Whether a bundle is stepped in the fastest tier: else it has new values elsewhere in every step."""
+        return not self._has_device or self.placement.bundles[key].state.device != CPU
 
     def _trained(self, accesses: Iterable[str], gradients: frozenset[str]) -> Mapping[str, Trained]:
         """Return what is trained together, by the bundle's key, in the order of its use."""

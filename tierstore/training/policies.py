@@ -78,7 +78,7 @@ def policies_for(
     def room_bytes() -> int:
         return store.rooms()[fastest].capacity_bytes if quota is None else quota.kept_bytes
 
-    placing = Placing(placement, inventory, stepping, room_bytes)
+    placing = Placing(placement, inventory, stepping, room_bytes, has_device=fastest != HOST)
     meter = None if fastest == HOST else _meter(store)
     prefetcher = Prefetcher(
         store,

@@ -13,7 +13,7 @@ from fractions import Fraction
 from tierstore.core.model import Tier
 from tierstore.errors import CapacityError
 from tierstore.planning.deciding import Follower, PrefetchWindow
-from tierstore.planning.homes import Treatment
+from tierstore.planning.homes import CPU, Treatment
 from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Program
@@ -23,7 +23,7 @@ from tierstore.planning.simulating.dividing import DividedDevice, trained_bytes
 from tierstore.planning.simulating.driver import Driver
 from tierstore.planning.simulating.exchanges import NetworkLanes
 from tierstore.planning.simulating.holdings import Holdings, told
-from tierstore.planning.simulating.homes_of import return_homes
+from tierstore.planning.simulating.homes_of import homes_of, return_homes
 from tierstore.planning.simulating.host_lane import HostLane
 from tierstore.planning.simulating.lanes import Lanes
 from tierstore.planning.simulating.ledger_store import LedgerStore
@@ -283,7 +283,11 @@ class Simulator:
         chosen = self._placement.residents
         if chosen is None:
             is_in_backward = self._conditions.optimizer_in_backward
-            able = [each for each in trained.values() if each.gradients or is_in_backward]
+            able = [
+                each
+                for key, each in trained.items()
+                if (each.gradients or is_in_backward) and self._is_stepped_first(key)
+            ]
             quota_bytes = self._chosen_bytes = self._room_bytes
             if is_in_backward:
                 return choose_residents(able, quota_bytes)
@@ -292,6 +296,11 @@ class Simulator:
             return choose_staying(able, accesses, sizes, quota_bytes, max(passing, default=0))
         stay = [trained[key] for key in sorted(chosen) if key in trained]
         return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
+
+    def _is_stepped_first(self, bundle: str) -> bool:
+        """Whether a bundle is stepped in the first tier: else it has new values elsewhere in every step."""
+        is_on_cpu = homes_of(self._placement, bundle).state.device == CPU
+        return not self._store.is_device_first or not is_on_cpu
 
     # --- what came of it ----------------------------------------------------------------------
 
