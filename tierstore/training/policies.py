@@ -76,7 +76,9 @@ def policies_for(
     quota: DeviceQuota | None = None
 
     def room_bytes() -> int:
-        return store.rooms()[fastest].capacity_bytes if quota is None else quota.kept_bytes
+        kept_bytes = store.rooms()[fastest].capacity_bytes if quota is None else quota.kept_bytes
+        # What is above this share is to be written back early: nothing that stays may be there.
+        return int(kept_bytes * placing.placement.high.get(fastest, store.config.tiers[0].high))
 
     placing = Placing(placement, inventory, stepping, room_bytes, has_device=fastest != HOST)
     meter = None if fastest == HOST else _meter(store)

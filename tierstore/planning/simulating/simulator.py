@@ -256,9 +256,9 @@ class Simulator:
 
     @property
     def _room_bytes(self) -> int:
-        if self._device is not None:
-            return self._device.kept_bytes
-        return self._store.ledger.books.tier_states[0].tier.capacity_bytes
+        first = self._store.ledger.books.tier_states[0].tier
+        kept_bytes = first.capacity_bytes if self._device is None else self._device.kept_bytes
+        return int(kept_bytes * self._ratios(self._store.names[0])[0])
 
     def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
         """See `tierstore.planning.deciding.ResidentChooser.choose`."""
