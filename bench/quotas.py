@@ -11,7 +11,8 @@ turns with plain PyTorch and with plain threads on the same disk.  Three figures
 
 `quota-bytes-in-backward` asks the second question where backward steps each parameter as soon as it has its
 gradient (``optimizer_in_backward``), so that no gradient has to exist then; the least is that of
-`bench.training.Floor`, which has parameters read twice.
+`bench.training.Floor`, which has parameters read twice.  That counts no room to train in, without which no
+program trains: its details say also what was moved over the least beside room for one layer that is stepped.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class UnderQuota:
         step_s: of ours.
         moved: bytes read and written a step.
         bytes_s: what these take at the bandwidth of plain threads in the same round.
+        least_beside_one: as ``least``, where one layer that is stepped has room beside what is kept; only
+            where backward steps.
     """
 
     least: Floor
@@ -59,6 +62,7 @@ class UnderQuota:
     step_s: Sequence[float]
     moved: Sequence[tuple[float, float]]
     bytes_s: Sequence[float]
+    least_beside_one: Floor | None = None
 
     @property
     def times(self) -> Spread:
@@ -68,8 +72,12 @@ class UnderQuota:
     @property
     def times_least(self) -> tuple[float, float]:
         """Bytes read and written over the least."""
+        return self.over(self.least)
+
+    def over(self, floor: Floor) -> tuple[float, float]:
+        """Bytes read and written over those of a floor."""
         read, written = (Spread.of(each).median for each in zip(*self.moved, strict=True))
-        return read / self.least.read_bytes, written / self.least.write_bytes
+        return read / floor.read_bytes, written / floor.write_bytes
 
     def __str__(self) -> str:
         """Print all of it."""
@@ -137,7 +145,10 @@ def _trained(share: float, settings: Settings, *, in_backward: bool) -> UnderQuo
         if in_backward
         else Floor(with_gradients, with_gradients)
     )
-    return UnderQuota(least, found["plain"], found["step"], moved, bytes_s)
+    beside_one = Floor.of(workload.parameter_bytes, max(0, quota_bytes - workload.trained_bytes))
+    return UnderQuota(
+        least, found["plain"], found["step"], moved, bytes_s, beside_one if in_backward else None
+    )
 
 
 def _moved(ours: Trainee) -> tuple[int, int]:
@@ -193,6 +204,11 @@ def _worst_bytes(settings: Settings, found: Mapping[float, UnderQuota]) -> tuple
         name: f"read {read:.3f}, written {written:.3f} times the least"
         for name, (read, written) in times.items()
     }
+    for share, each in found.items():
+        if each.least_beside_one is not None:
+            read, written = each.over(each.least_beside_one)
+            name = f"{share:.0%} of the need, over the least beside room for one layer that is stepped"
+            details[name] = f"read {read:.3f}, written {written:.3f} times that"
     return max(map(max, times.values())), details
 
 

@@ -60,6 +60,11 @@ class Workload:
         """What the parameters take; gradients and each of Adam's two moments take the same."""
         return 4 * BLOCKS * (8 * self.dim**2 + 5 * self.dim)
 
+    @property
+    def trained_bytes(self) -> int:
+        """What the largest layer takes while it is stepped: itself and both its moments."""
+        return STATES_WRITTEN * 4 * (4 * self.dim**2 + 4 * self.dim)
+
     def new_model(self) -> nn.Module:
         """Build the model: the same parameters every time."""
         torch.manual_seed(0)

@@ -122,8 +122,13 @@ def test_bytes_that_move_are_those_of_the_whole_program() -> None:
 def test_what_is_said_of_a_joint_is_said_of_all_that_it_stands_for() -> None:
     found = coarsen(_in_one_layer(program_of(LAYERS), 2), 10)
     pinned = BundleHomes(is_pinned=True)
-    placement = Placement({"param/2": pinned}, residents=frozenset({"param/4"}))
+    placement = Placement(
+        {"param/2": pinned},
+        residents=frozenset({"param/4", "param/6"}),
+        residents_without_state=frozenset({"param/6"}),
+    )
     spread = found.spread(placement)
     assert dict(spread.bundles) == {"param/2": pinned, "param/3": pinned}
-    assert spread.residents == frozenset({"param/4", "param/5"})
+    assert spread.residents == frozenset({"param/4", "param/5", "param/6", "param/7"})
+    assert spread.residents_without_state == frozenset({"param/6", "param/7"})
     assert found.narrowed(spread) == placement

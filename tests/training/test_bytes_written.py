@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tierstore as ts
+from tests.training.quiet import be_quiet
 from tests.training.twins import Trial, assert_equal_lists, assert_equal_models
 from tierstore.training import offload
 from tierstore.units import MIB
@@ -38,6 +39,12 @@ def written_bytes(store: ts.Store) -> int:
     return store.stats().traffic["host", "disk"].nbytes
 
 
+def moved_bytes(store: ts.Store) -> tuple[int, int]:
+    """Return what was read from disk and written to it, when nothing is under way any more."""
+    be_quiet(store)
+    return store.stats().traffic["disk", "host"].nbytes, written_bytes(store)
+
+
 @pytest.mark.parametrize(
     ("count", "quota_bytes", "most"),
     [
@@ -57,6 +64,56 @@ def test_a_step_writes_little_more_than_it_has_to(
         train(ours, STEPS)
         assert (written_bytes(run.store) - before_bytes) / STEPS <= most * least_bytes
         run.store.check()
+    train(plain, SETTLING_STEPS + STEPS)
+    assert_equal_lists(plain.logged, ours.logged)
+    assert_equal_models(plain.model, ours.model)
+
+
+def stepped_alone(one: Trial) -> None:
+    """Let backward step each parameter by an optimizer of its own, in plain PyTorch."""
+    optimizers: dict[torch.Tensor, torch.optim.Adam] = {
+        each: torch.optim.Adam([each], 1e-3) for each in one.model.parameters()
+    }
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for each in optimizers:
+        each.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("share", "read", "written"),
+    [  # 1.02 and 1.07, 1.19 and 1.12, 1.34 and 1.13, 1.38 and 1.23, 1.33 and 1.29 where whole bundles stay
+        (0.15, 1.06, 1.07),
+        (0.3, 1.06, 1.07),
+        (0.45, 1.04, 1.04),
+        (0.6, 1.08, 1.08),
+        (0.75, 1.06, 1.06),
+    ],
+)
+def test_a_step_in_backward_moves_little_more_than_beside_one_layer_it_has_to(
+    tmp_path: Path, share: float, read: float, written: float
+) -> None:
+    """The least is that of whole parameters first, then state, beside room for one layer with its state."""
+    count, layer_bytes = 24, 4 * DIM * DIM
+    quota_bytes = int(share * 3 * count * layer_bytes)
+    kept_bytes = quota_bytes - 3 * layer_bytes
+    own_bytes = max(0, count * layer_bytes - kept_bytes)
+    state_bytes = min(2 * count * layer_bytes, 3 * count * layer_bytes - kept_bytes - own_bytes)
+    plain, ours = trial(count), trial(count)
+    config = {"device": "cpu", "offload_cpu_size": quota_bytes, "offload_disk_size": "1GB"}
+    more = {"offload_path": str(tmp_path), "optimizer_in_backward": True}
+    with offload(ours.model, ours.optimizer, {**config, **more}) as run:
+        train(ours, SETTLING_STEPS)
+        before = moved_bytes(run.store)
+        train(ours, STEPS)
+        moved = [(b - a) / STEPS for a, b in zip(before, moved_bytes(run.store), strict=True)]
+        assert moved[0] <= read * (2 * own_bytes + state_bytes)
+        assert moved[1] <= written * (own_bytes + state_bytes)
+        run.store.check()
+    stepped_alone(plain)
     train(plain, SETTLING_STEPS + STEPS)
     assert_equal_lists(plain.logged, ours.logged)
     assert_equal_models(plain.model, ours.model)

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.training import one_budget
 from tests.training.one_budget import RECOMPUTES, SWAPS
+from tests.training.quiet import be_quiet
 from tests.training.twins import (
     LAYOUTS,
     Loop,
@@ -288,6 +289,39 @@ def test_residents_that_are_given_stay_and_no_others_are_chosen(
         build_blocks, observed(look, 4), "disk", tmp_path, {**given(residents=[DOWN], **more), **room}
     )
     assert plans == [False, True, True, True]
+
+
+IN_BACKWARD = {"optimizer_in_backward": True, "offload_cpu_size": "200KB"}
+
+
+def _state_in(run: Offload) -> dict[str, str]:
+    """Return the fastest tier that each bundle's state is in, when nothing is under way any more."""
+    be_quiet(run.store)
+    return {
+        key.removeprefix("state/0/"): run.store.where(key)[0] for key in run.store if key.startswith("state/")
+    }
+
+
+def test_where_backward_steps_parameters_stay_without_state_that_goes_down_after_its_step(
+    tmp_path: Path,
+) -> None:
+    trial = Trial(*build_blocks())
+    with offload(trial.model, list(trial.optimizers), config_of("disk", tmp_path / "a", IN_BACKWARD)) as run:
+        steps(4)(trial)
+        chosen = run.placement
+        residents, without = chosen.residents, chosen.residents_without_state
+        assert residents
+        assert without
+        assert without < residents
+        where = _state_in(run)
+        staying = {key.removeprefix("param/") for key in residents - without}
+        assert {key for key, tier in where.items() if tier == "host"} == staying
+    again = {**IN_BACKWARD, "placement": chosen.to_mapping()}
+    trial = Trial(*build_blocks())
+    with offload(trial.model, list(trial.optimizers), config_of("disk", tmp_path / "b", again)) as run:
+        steps(4)(trial)
+        assert run.placement == chosen
+        assert _state_in(run) == where
 
 
 def test_residents_are_chosen_where_null_asks_for_it_though_everything_fits(tmp_path: Path) -> None:

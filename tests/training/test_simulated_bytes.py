@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.planned import machine_of
+from tests.training.quiet import be_quiet
 from tests.training.recorded_machines import Trained, opened, step
 from tests.training.recorded_machines import machine_of as machine_like
 from tierstore.errors import CapacityError
@@ -49,7 +48,6 @@ from tierstore.training.budgets.memory_meters import EmulatedMeter
 LAYERS, WIDTH, ROWS, STEPS = 6, 128, 8, 7
 BUNDLE = 4 * WIDTH * (WIDTH + 1)
 KIB = 1024
-PATIENCE_S = 60.0
 Moved = list[dict[str, int]]
 
 
@@ -91,12 +89,9 @@ class Rest(nn.Module):
         return rested
 
     def come(self) -> None:
-        """Wait for what is being copied and freed: a copy that waits for room is not in flight yet."""
+        """Wait for what is being copied and freed."""
         assert self.run is not None
-        begin_s = time.monotonic()
-        while any(tier.charged_bytes > tier.ready_bytes for tier in self.run.store.stats().tiers.values()):
-            assert time.monotonic() - begin_s < PATIENCE_S
-            os.sched_yield()
+        be_quiet(self.run.store)
 
 
 class _Rested(torch.autograd.Function):
@@ -272,7 +267,8 @@ def test_bytes_of_a_run_whose_fastest_tier_is_host_memory_are_about_those_simula
     assert real[-1], "nothing moved: the quota is too large for this test"
     simulated = [dict(step.moved_bytes) for step in timeline.steps]
     # A room for two bundles more or less makes some difference among so few; residents make twice as much.
-    within = 0.3 if in_backward else 0.2
+    # Where backward steps less comes ahead: one parameter more or less stays from forward to backward.
+    within = 0.15 if in_backward else 0.2
     for link in ("host->disk", "disk->host"):
         ours, theirs = (sum(each.get(link, 0) for each in steps[SETTLED:]) for steps in (real, simulated))
         assert theirs == pytest.approx(ours, rel=within), link

@@ -19,6 +19,7 @@ from tierstore.planning.deciding import (
 )
 from tierstore.planning.deciding.following import USES_BEFORE_ROOM
 from tierstore.planning.homes import Home
+from tierstore.planning.residents import Staying
 
 SIZES = {"a": 100, "b": 40, "c": 70, "d": 300, "activation": 0}
 PASSING = 60  # bytes of the activation
@@ -120,15 +121,28 @@ def test_a_step_that_goes_another_way_is_recorded_anew(first: list[str], second:
     )
 
 
+class _Same:
+    """Chooses the same whatever a step used."""
+
+    is_stale = False
+
+    def __init__(self, staying: Staying) -> None:
+        self._staying = staying
+
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> Staying:
+        del accesses, gradients
+        return self._staying
+
+
 def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() -> None:
     asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     class Chooser:
         is_stale = False
 
-        def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> Staying:
             asked.append((tuple(accesses), tuple(gradients)))
-            return frozenset({"a"})
+            return Staying(frozenset({"a"}), frozenset({"b"}))
 
     chooser = Chooser()
     follower = Follower([], "device", SIZES.__getitem__, 1, chooser)
@@ -141,6 +155,8 @@ def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() 
     assert tuple(follow.plan.accesses) == ("a", "b", "b")  # a gradient is kept to the step's end
     assert follow.plan.aliases == {"a~next": "a", "b~next": "b"}
     assert follow.plan.residents == {"a"}
+    assert follower.residents == frozenset({"a"})
+    assert follower.leaving == frozenset({"b"})
     for chooser.is_stale in (False, True):
         list(follower.note("a"))
         list(follower.note_gradient("b"))
@@ -168,14 +184,8 @@ def test_second_replicas_are_brought_to_the_slowest_tier_for_steps_beside_old_va
 
 
 def test_what_stays_above_is_brought_to_no_other_tier() -> None:
-    class Chooser:
-        is_stale = False
-
-        def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
-            return frozenset({"a"})
-
     windows = [PrefetchWindow(tier, 1000) for tier in ("device", "host")]
-    follower = Follower(windows, "device", lambda _: 64, 1, Chooser())
+    follower = Follower(windows, "device", lambda _: 64, 1, _Same(Staying(frozenset({"a"}))))
     for _ in range(2):
         found = [each for key in "cab" for each in follower.note(key)]
         follower.note_step(0)
@@ -183,6 +193,37 @@ def test_what_stays_above_is_brought_to_no_other_tier() -> None:
     brought = {(each.key, each.tier) for each in found if isinstance(each, Prefetch)}
     assert brought >= {("a", "device"), ("b", "device"), ("b", "host")}
     assert ("a", "host") not in brought
+
+
+def _prefetched(room_bytes: int | None, keys: str, limit_bytes: int = 1000) -> list[str]:
+    """Return what is prefetched with each use of the second step: keys of 10 bytes; capitals stay."""
+    staying = Staying(frozenset(filter(str.isupper, keys)), ahead_bytes=room_bytes)
+    window = PrefetchWindow("device", limit_bytes)
+    follower = Follower([window], "device", lambda _: 10, 1, _Same(staying))
+    for key in keys:
+        list(follower.note(key))
+    follower.note_step(0)
+    list(follower.begin_forward())
+    found = []
+    for key in keys:
+        found.append("".join(each.key for each in follower.note(key) if isinstance(each, Prefetch)))
+        assert window.coming_bytes == sum(window.coming.values())
+    return found
+
+
+def test_what_does_not_stay_is_ahead_within_its_room_and_in_its_order() -> None:
+    assert _prefetched(None, "abcdef")[:2] == ["bcdef", "a"]
+    assert _prefetched(20, "abcdef") == ["bc", "d", "e", "f", "a", "b"]
+    assert _prefetched(0, "abcdef") == ["b", "c", "d", "e", "f", "a"]  # the next one whatever its size
+
+
+def test_what_stays_is_ahead_whatever_room_there_is_and_takes_none() -> None:
+    assert _prefetched(20, "aXbYcd")[0] == "XbYc"
+    assert _prefetched(20, "aXbYcd", 20)[0] == "Xb"  # but within the window
+
+
+def test_a_key_that_is_ahead_twice_takes_its_room_once() -> None:
+    assert _prefetched(20, "abcbdef")[0] == "bcb"
 
 
 def _coming(*uses: str | tuple[str, int]) -> list[int]:

@@ -206,6 +206,15 @@ def test_what_a_run_uses_of_a_tier_is_never_more_than_its_quota() -> None:
 def test_residents_that_are_no_keys_are_refused(residents: object) -> None:
     with pytest.raises(ConfigError, match="residents="):
         Placement(residents=residents)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="residents_without_state="):
+        Placement(residents_without_state=residents)  # type: ignore[arg-type]
+
+
+def test_residents_without_state_are_told_where_there_are_some() -> None:
+    keys = frozenset({"param/a", "param/b"})
+    text = str(Placement(residents=keys, residents_without_state=frozenset({"param/b"})))
+    assert "  residents: param/a, param/b\n  of these, without their state: param/b" in text
+    assert "without" not in str(Placement(residents=keys))
 
 
 @given(st.floats(0, 1, exclude_min=True), st.integers(0, 2**60))
@@ -238,6 +247,8 @@ _KEYED = {"keys": ["a"]}
         ({"ahead": {"": 0.5}}, "ahead['']=0.5"),
         ({"residents": "param/a"}, "placement.residents='param/a'"),
         ({"residents": [1]}, "placement.residents=[1]"),
+        ({"residents_without_state": None}, "placement.residents_without_state=None"),
+        ({"residents_without_state": [1]}, "placement.residents_without_state=[1]"),
         ({"bundles": {"a": {}}}, "placement.bundles={'a': {}}"),
         ({"bundles": ["a"]}, "placement.bundles[0].keys=None"),
         ({"bundles": [{}]}, "placement.bundles[0].keys=None"),

@@ -293,6 +293,16 @@ CPU_STEP = {"state": {"device": "cpu"}, "gradients": {"device": "cpu"}}
         (facts_of(TIERS[0]), {"high": {"host": 0.5}}, "high: host: no tier is below it"),
         (HOST, {"shares": {"device": 0.5}}, "shares: device: this run has host, disk"),
         (HOST, {"residents": ["param/x"]}, "residents: param/x: the model has no such bundle"),
+        (
+            HOST,
+            {"residents": ["param/a"], "residents_without_state": ["param/a"]},
+            "residents_without_state: param/a: bundles stay whole without optimizer_in_backward",
+        ),
+        (
+            replace(HOST, wishes=Wishes(optimizer_in_backward=True)),
+            {"residents": ["param/a"], "residents_without_state": ["param/b"]},
+            "residents_without_state: param/b: residents does not name it",
+        ),
         (DEVICE, {"stashing": "never"}, "stashing='never': a device"),
         (HOST, {"stashing": "never"}, "stashing='never': everything needs 68.0 MiB"),
         (FITTING, {"stashing": "without-room"}, "stashing='without-room': it is for a device"),

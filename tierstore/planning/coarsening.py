@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tierstore.planning.homes import BundleHomes
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Datum, Does, KeyUse, Moment, Phase, Program, Unit
 
@@ -40,10 +41,11 @@ class Coarsening:
             for joint, homes in placement.bundles.items()
             for key in self.members.get(joint, (joint,))
         }
-        residents = placement.residents
-        if residents is not None:
-            residents = frozenset(key for joint in residents for key in self.members.get(joint, (joint,)))
-        return replace(placement, bundles=bundles, residents=residents)
+        return _with_residents(
+            placement,
+            bundles,
+            lambda joints: frozenset(key for joint in joints for key in self.members.get(joint, (joint,))),
+        )
 
     def narrowed(self, placement: Placement) -> Placement:
         """Return a placement of this program: each joint lives as the first key that it stands for."""
@@ -51,10 +53,25 @@ class Coarsening:
         bundles = {
             key: placement.bundles[first] for key, first in known.items() if first in placement.bundles
         }
-        residents = placement.residents
-        if residents is not None:
-            residents = frozenset(key for key, first in known.items() if first in residents)
-        return replace(placement, bundles=bundles, residents=residents)
+        return _with_residents(
+            placement,
+            bundles,
+            lambda firsts: frozenset(key for key, first in known.items() if first in firsts),
+        )
+
+
+def _with_residents(
+    placement: Placement,
+    bundles: Mapping[str, BundleHomes],
+    renamed: Callable[[frozenset[str]], frozenset[str]],
+) -> Placement:
+    """Return a placement of other bundles, with its residents under their names."""
+    return replace(
+        placement,
+        bundles=bundles,
+        residents=None if placement.residents is None else renamed(placement.residents),
+        residents_without_state=renamed(placement.residents_without_state),
+    )
 
 
 def coarsened(program: Program, most: int = MOST) -> Program:

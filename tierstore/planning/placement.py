@@ -77,6 +77,8 @@ class Placement:
             later; a tier that is not named has nothing ahead.
         residents: keys of bundles that stay in the fastest tier from step to step, with their gradients and
             state, as long as anything else can go; ``None``: chosen when a step has run.
+        residents_without_state: those of them whose state comes and goes, where backward steps; chosen
+            together with them.
         high: by tier, the share of it above which it writes back what is needed last before anybody waits for
             room; a tier that is not named: as its configuration says.
         shares: by tier, the share of its quota that the run uses at all; a tier that is not named: all of it.
@@ -100,6 +102,7 @@ class Placement:
     tables: Mapping[str, TableFrames] = field(default_factory=dict, hash=False)
     high: Mapping[str, float] = field(default_factory=dict, hash=False)
     shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    residents_without_state: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         faults = WrongValues()
@@ -113,10 +116,14 @@ class Placement:
                 faults.add_unless(
                     is_right, f"{name}[{named(tier)}]", share, "a share greater than 0 and at most 1"
                 )
-        is_set = isinstance(self.residents, Set | list | tuple) and all(map(is_name, self.residents))
         faults.add_unless(
-            self.residents is None or is_set, "residents", self.residents, "keys of bundles, or null"
+            self.residents is None or _are_names(self.residents),
+            "residents",
+            self.residents,
+            "keys of bundles, or null",
         )
+        without = self.residents_without_state
+        faults.add_unless(_are_names(without), "residents_without_state", without, "keys of bundles")
         are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
         is_tier = self.inputs is None or is_name(self.inputs)
@@ -125,6 +132,7 @@ class Placement:
         faults.raise_if_any("Placement")
         if self.residents is not None:
             object.__setattr__(self, "residents", frozenset(self.residents))
+        object.__setattr__(self, "residents_without_state", frozenset(without))
         object.__setattr__(self, "marks", tuple(self.marks))
         object.__setattr__(self, "bundles", FrozenMapping(self.bundles))
         for name in _SHARES:
@@ -157,6 +165,11 @@ class Placement:
             f"{len(self.bundles)} bundles; gradients are stashed: {self.stashing.value}",
             f"ahead: {ahead or 'nothing'}",
             f"residents: {residents}",
+            *(
+                [f"of these, without their state: {_some(sorted(self.residents_without_state))}"]
+                if self.residents_without_state
+                else []
+            ),
             *(f"{tier} writes back above {share:.4g} of it" for tier, share in self.high.items()),
             *(f"{share:.4g} of {tier} is used" for tier, share in self.shares.items()),
             *(f"{_some(keys)}: {homes}" for homes, keys in self._alike().items()),
@@ -175,6 +188,7 @@ class Placement:
             "stashing": self.stashing.value,
             "ahead": dict(self.ahead),
             "residents": None if self.residents is None else sorted(self.residents),
+            "residents_without_state": sorted(self.residents_without_state),
             "high": dict(self.high),
             "shares": dict(self.shares),
             "bundles": [
@@ -308,11 +322,21 @@ def _list_of(reader: Reader) -> Reader:
 
 
 def _names_or_none(given: object, where: str, faults: WrongValues) -> object:
-    if given is None:
-        return None
+    return None if given is None else _read_names(given, where, faults, "a list of keys, or null")
+
+
+def _names(given: object, where: str, faults: WrongValues) -> object:
+    return _read_names(given, where, faults, "a list of keys")
+
+
+def _read_names(given: object, where: str, faults: WrongValues, accepted: str) -> object:
     are_names = isinstance(given, list | tuple) and all(map(is_name, given))
-    faults.add_unless(are_names, where, given, "a list of keys, or null")
-    return frozenset(given) if are_names and isinstance(given, Sequence) else None
+    faults.add_unless(are_names, where, given, accepted)
+    return frozenset(given) if are_names and isinstance(given, Sequence) else frozenset()
+
+
+def _are_names(given: object) -> bool:
+    return isinstance(given, Set | list | tuple) and all(map(is_name, given))
 
 
 def _by_key(given: object, faults: WrongValues) -> object:
@@ -429,6 +453,7 @@ _read_placement = _made(
     {
         "stashing": _enum(Stashing),
         "residents": _names_or_none,
+        "residents_without_state": _names,
         **dict.fromkeys(_SHARES, _mapping_of(_as_given)),
         "bundles": _mapping_of(
             _made(BundleHomes, dict.fromkeys(("parameters", "gradients", "state"), _made(Home, {})))

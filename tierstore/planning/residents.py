@@ -12,6 +12,8 @@ state of *residents*, and gradients.
 2. Beside the residents' parameters and state there is room for several of the others.
 3. Beside the residents' parameters, state and gradients nothing needs room.
 
+Where backward steps each parameter it is another sum: see `tierstore.planning.residents_in_backward`.
+
 Pure: sizes in, keys out.
 """
 
@@ -30,21 +32,58 @@ class Trained:
     """What is trained together.
 
     Attributes:
-        keys: of parameters and state.
+        keys: of parameters, and of their state after them.
         gradients: keys of theirs.
         kept_bytes: of ``keys``.
         gradient_bytes: of ``gradients``.
+        state_bytes: of the state among ``keys``.
+        is_trained: false of what is only used.
+        may_stay: false of what is stepped in another tier, where it has new values in every step: it comes
+            and goes, and its state is not there at all.
     """
 
     keys: tuple[str, ...]
     gradients: tuple[str, ...]
     kept_bytes: int
     gradient_bytes: int
+    state_bytes: int = 0
+    is_trained: bool = True
+    may_stay: bool = True
 
     @property
     def nbytes(self) -> int:
         """All of it."""
         return self.kept_bytes + self.gradient_bytes
+
+    @property
+    def key(self) -> str:
+        """That of the parameters."""
+        return self.keys[0]
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The keys of the state."""
+        return self.keys[1:]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Those of the parameters."""
+        return self.kept_bytes - self.state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What stays in the fastest tier.
+
+    Attributes:
+        keys: that do.
+        leaving: keys of state that goes down whenever it was used.
+        ahead_bytes: of all but ``keys`` that may be ahead there; ``None``: as far as prefetching goes anyway.
+    """
+
+    keys: frozenset[str] = frozenset()
+    leaving: frozenset[str] = frozenset()
+    ahead_bytes: int | None = None
 
 
 def choose_residents(trained: Iterable[Trained], quota_bytes: int) -> frozenset[str]:

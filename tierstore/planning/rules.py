@@ -38,6 +38,9 @@ _FREE = 0.25
 _FREE_BUNDLES = 1.25
 """How many of the largest bundles, with gradients and state, there is room for in it."""
 
+AHEAD_IN_BACKWARD = 0.5
+"""The same where backward steps in the fastest tier: what stays there bounds it beside that."""
+
 _SMALL_SHARE = 64  # bundles below this part of what is left of the fastest tier are worth joining
 _MODEL_SHARE = (
     256  # and below this part of the model: the same ones whatever is left, if that is a quarter of it
@@ -177,10 +180,11 @@ def place(facts: RunFacts) -> Placement:
         if kind not in homes:
             homes[kind] = _homes(each, facts)
     ahead = [facts.fastest, *(t for t in facts.tiers if t == HOST)] if facts.needs_plan else []
+    is_bounded = wishes.optimizer_in_backward and not facts.has_device
     return Placement(
         {each.key: homes[each.is_pinned, each.is_on_host, each.target] for each in facts.bundles},
         _stashing(facts),
-        dict.fromkeys(ahead, AHEAD),
+        dict.fromkeys(ahead, AHEAD_IN_BACKWARD if is_bounded else AHEAD),
         None if facts.needs_plan else frozenset(),
         inputs=_home("offload_checkpoint", wishes.offload_checkpoint, model_on, facts).tier,
         high=_high(facts),
@@ -286,9 +290,19 @@ def _wrong_keys(placement: Placement, facts: RunFacts) -> Iterator[str]:
     for key in known:
         if key not in placement.bundles:
             yield f"bundles: {named(key)} has no homes"
+    yield from _wrong_residents(placement, facts)
+
+
+def _wrong_residents(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    known = {each.key: None for each in facts.bundles}
     for key in sorted(placement.residents or ()):
         if key not in known:
             yield f"residents: {named(key)}: the model has no such bundle; it has {listed(known, show=named)}"
+    for key in sorted(placement.residents_without_state):
+        if not facts.wishes.optimizer_in_backward:
+            yield f"residents_without_state: {named(key)}: bundles stay whole without optimizer_in_backward"
+        elif key not in (placement.residents or ()):
+            yield f"residents_without_state: {named(key)}: residents does not name it"
 
 
 def _wrong_homes(placement: Placement, facts: RunFacts) -> Iterator[str]:

@@ -5,7 +5,7 @@ What is trained together stays together: a bundle, the optimizers' state of it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,23 +16,25 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError
 from tierstore.planning import (
     BundleHomes,
+    Home,
     PlacedMark,
     Placement,
     Trained,
     Treatment,
-    choose_residents,
-    choose_staying,
-    is_another_room,
 )
+from tierstore.planning.deciding import ResidentChoice
 from tierstore.planning.homes import CPU
 from tierstore.planning.placement import tiers_in
+from tierstore.planning.residents import Staying
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
 from tierstore.quoting import quoted
 from tierstore.store import Store
 from tierstore.training.activations.config.layers import Names, find_layers
 from tierstore.training.activations.config.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.config.sections import Sections
+from tierstore.training.bundles.binding import natively
 from tierstore.training.bundles.bindings import Binding
+from tierstore.training.bundles.bundle_tiers import access_after_use
 from tierstore.training.bundles.grouping import Group
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.inventory import Inventory
@@ -169,6 +171,7 @@ class Placing:
     def __init__(
         self,
         placement: Placement,
+        store: Store,
         inventory: Inventory,
         stepping: Stepping,
         room_bytes: Callable[[], int],
@@ -176,12 +179,13 @@ class Placing:
         has_device: bool,
     ) -> None:
         self.placement = placement
-        self._is_to_learn = placement.residents is None
+        self._store = store
         self._inventory = inventory
         self._stepping = stepping
-        self._room_bytes = room_bytes
         self._has_device = has_device
-        self._chosen_bytes: int | None = None  # the room that was chosen for
+        self._choice = ResidentChoice(
+            placement, room_bytes, self._low_share, in_backward=stepping is Stepping.IN_BACKWARD
+        )
 
     def change(self, placement: Placement) -> None:
         """Let another placement hold from now on, in what tiers write back early and have ahead."""
@@ -194,42 +198,46 @@ class Placing:
     @property
     def is_stale(self) -> bool:
         """See `tierstore.planning.deciding.ResidentChooser.is_stale`."""
-        return self._is_to_learn and is_another_room(self._chosen_bytes, self._room_bytes())
+        return self._choice.is_stale
 
-    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
-        """Return the keys that stay from step to step; unless they were given, choose and note them.
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> Staying:
+        """Return what stays from step to step; unless that was given, choose and note it.
 
         Args:
             accesses: the keys that a step used, first use first.
             gradients: those of them that came to be in it.
         """
-        if not self._is_to_learn and not self.placement.residents:
-            return frozenset()
+        if not self._choice.is_open and not self._choice.residents:
+            return Staying()
         trained = self._trained(accesses, frozenset((*accesses, *gradients)))
-        if self._is_to_learn:
-            is_in_backward = self._stepping is Stepping.IN_BACKWARD
-            able = [
-                each
-                for key, each in trained.items()
-                if (each.gradients or is_in_backward) and self._is_stepped_there(key)
-            ]
-            quota_bytes = self._chosen_bytes = self._room_bytes()
-            if is_in_backward:
-                keys = choose_residents(able, quota_bytes)
-            else:
-                passing = (each.kept_bytes for each in trained.values() if not each.gradients)
-                keys = choose_staying(
-                    able, accesses, self._inventory.nbytes, quota_bytes, max(passing, default=0)
-                )
-            whole = (key for key in keys.intersection(trained) if keys.issuperset(trained[key].keys))
-            self.placement = replace(self.placement, residents=frozenset(whole))
-            return keys
-        residents = self.placement.residents or frozenset()
-        stay = [trained[key] for key in residents if key in trained]
+        staying = self._choice.choose(trained, accesses, self._inventory.nbytes)
+        if self._stepping is Stepping.IN_BACKWARD:
+            self._let_leave(staying.leaving)
+        if self._choice.is_open:
+            self.placement = replace(
+                self.placement,
+                residents=self._choice.residents,
+                residents_without_state=self._choice.without_state,
+            )
+            return staying
         # Beside what is trained, buffers may be named, too.
-        return residents.intersection(accesses).union(
-            key for each in stay for key in (*each.keys, *each.gradients)
-        )
+        return replace(staying, keys=staying.keys | self._choice.residents.intersection(accesses))
+
+    def _low_share(self) -> float:
+        """Return down to which share of what can be kept in the fastest tier it writes back early."""
+        fastest = self._store.config.tiers[0]
+        if fastest.name in self.placement.high or fastest.low is None:
+            return 1.0
+        return fastest.low / fastest.high
+
+    def _let_leave(self, leaving: frozenset[str]) -> None:
+        """Let state go down whenever it was used, and what is not among it as its home says."""
+        lower = [Home(tier, returns=True) for tier in self._store.tier_names[1:]]
+        for steps in self._inventory.steps:
+            for bundle, state in steps.state.bindings.items():
+                own = self.homes(bundle).state
+                goes = state.key in leaving and bool(lower) and not own.returns
+                state.after_use = access_after_use(lower[0] if goes else own, self._store)
 
     def _is_stepped_there(self, key: str) -> bool:
         """Whether a bundle is stepped in the fastest tier: else it has new values elsewhere in every step."""
@@ -243,9 +251,19 @@ class Placing:
             for bundle, state in steps.state.bindings.items():
                 states.setdefault(bundle, []).append(state)
         used = [bundles[key] for key in dict.fromkeys(accesses) if key in bundles]
-        return {each.key: self._together([each, *states.get(each, ())], gradients) for each in used}
+        with natively():
+            stepped = {
+                id(parameter)
+                for steps in self._inventory.steps
+                for group in steps.optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            }
+        return {each.key: self._together([each, *states.get(each, ())], gradients, stepped) for each in used}
 
-    def _together(self, parts: Sequence[Binding], gradients: frozenset[str]) -> Trained:
+    def _together(
+        self, parts: Sequence[Binding], gradients: frozenset[str], stepped: Container[int]
+    ) -> Trained:
         """Return what is trained together: a bundle, with state of it."""
         bundle = parts[0]
         found = {
@@ -259,4 +277,7 @@ class Placing:
             gradients=tuple(found),
             kept_bytes=sum(part.nbytes for part in parts),
             gradient_bytes=sum(found.values()),
+            state_bytes=sum(part.nbytes for part in parts[1:]),
+            is_trained=any(id(each) in stepped for each in bundle.tensors),
+            may_stay=self._is_stepped_there(bundle.key),
         )

@@ -80,7 +80,7 @@ def policies_for(
         # What is above this share is to be written back early: nothing that stays may be there.
         return int(kept_bytes * placing.placement.high.get(fastest, store.config.tiers[0].high))
 
-    placing = Placing(placement, inventory, stepping, room_bytes, has_device=fastest != HOST)
+    placing = Placing(placement, store, inventory, stepping, room_bytes, has_device=fastest != HOST)
     meter = None if fastest == HOST else _meter(store)
     prefetcher = Prefetcher(
         store,

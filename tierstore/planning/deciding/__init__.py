@@ -25,6 +25,7 @@ from tierstore.planning.deciding.following import (
     ResidentChooser,
     next_version,
 )
+from tierstore.planning.deciding.resident_choice import ResidentChoice
 from tierstore.planning.deciding.stashing import is_stashed, must_stash, room_bytes
 from tierstore.planning.deciding.steps_ahead import Patience, StepTime, TierRoom, has_room_ahead, step_time
 
@@ -40,6 +41,7 @@ __all__ = [
     "PhasePeak",
     "Prefetch",
     "PrefetchWindow",
+    "ResidentChoice",
     "ResidentChooser",
     "StepPhase",
     "StepTime",

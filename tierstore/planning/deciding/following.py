@@ -11,6 +11,8 @@
 6. Below the first tier nothing is brought that stays there: it is stepped in place.  Into the slowest one, in
    which all is that is not newer above, things are brought only where steps are made beside old values, which
    need a second replica: where gradients are the store's.
+7. Of what does not stay no more is ahead in the first tier than who says what stays has room for: a key that
+   finds none now is not overtaken by one that is used later.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Protocol, TypeAlias
 
 from tierstore.core.model import Plan
 from tierstore.planning.planner import PlanPosition, plan_from
+from tierstore.planning.residents import Staying
 from tierstore.planning.trace import Trace
 
 
@@ -33,8 +36,8 @@ class ResidentChooser(Protocol):
         """Whether it would choose others of the same uses."""
         ...
 
-    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
-        """Return the keys that stay.
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> Staying:
+        """Return which keys stay, and how much of the others may be ahead.
 
         Args:
             accesses: that a step used, first use first.
@@ -96,6 +99,9 @@ class PrefetchWindow:
         turn: up to where it was prefetched, exclusive.
         ahead: the bytes of each key between where the step is and ``turn``.
         ahead_bytes: of them together.
+        keys: these keys.
+        coming: the bytes of keys among them that do not stay, each counted once.
+        coming_bytes: of these together.
     """
 
     tier: str
@@ -104,18 +110,31 @@ class PrefetchWindow:
     turn: int = 0
     ahead: collections.deque[int] = field(default_factory=collections.deque)
     ahead_bytes: int = 0
+    keys: collections.deque[str] = field(default_factory=collections.deque)
+    coming: dict[str, int] = field(default_factory=dict)
+    coming_bytes: int = 0
 
-    def add(self, nbytes: int) -> None:
+    def add(self, key: str, nbytes: int, *, stays: bool) -> None:
         """The next key lies ahead now."""
         self.turn += 1
         self.ahead.append(nbytes)
+        self.keys.append(key)
         self.ahead_bytes += nbytes
+        if not stays and key not in self.coming:
+            self.coming[key] = nbytes
+            self.coming_bytes += nbytes
+
+    def pass_first(self) -> None:
+        """The first key that lay ahead is used now."""
+        self.ahead_bytes -= self.ahead.popleft()
+        self.coming_bytes -= self.coming.pop(self.keys.popleft(), 0)
 
     def begin_at(self, turn: int) -> None:
         """Nothing lies ahead: the step is at ``turn``."""
         self.turn = turn
-        self.ahead.clear()
-        self.ahead_bytes = 0
+        for each in (self.ahead, self.keys, self.coming):
+            each.clear()
+        self.ahead_bytes = self.coming_bytes = 0
 
 
 class Follower:
@@ -129,11 +148,9 @@ class Follower:
         first_tier: where others tell when activations have to be there.
         nbytes_of: the bytes of a key; 0 of one that others bring.
         optimizers: how many there are.
-        chooser: says which keys stay where they are; ``None``: none do.
+        chooser: says which keys stay where they are, and how much of the others may be ahead; ``None``: none
+            do.
         is_there: says whether anything is under a key; ``None``: no new values are made before their time.
-
-    Attributes:
-        residents: the keys that stay where they are, as they were chosen last.
     """
 
     def __init__(
@@ -159,13 +176,23 @@ class Follower:
         self._gradients: dict[str, int] = {}  # the bytes that need room in the first tier, by key
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
         self._chooser = chooser
-        self.residents: frozenset[str] = frozenset()
+        self._staying = Staying()
         self._is_there = is_there
 
     @property
     def has_plan(self) -> bool:
         """Whether a step was recorded and is followed."""
         return self._place is not None
+
+    @property
+    def residents(self) -> frozenset[str]:
+        """The keys that stay where they are, as they were chosen last."""
+        return self._staying.keys
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """The keys that go down whenever they were used, as they were chosen last."""
+        return self._staying.leaving
 
     def set_limit(self, tier: str, limit_bytes: int) -> None:
         """Prefetch as far as ``limit_bytes`` into ``tier`` from now on."""
@@ -251,7 +278,7 @@ class Follower:
         if accesses == self._followed and self._place is not None and is_fresh:
             self._place.begin_cycle()
             return iter(_NONE)
-        self.residents = frozenset[str]() if chooser is None else chooser.choose(accesses, gradients)
+        self._staying = Staying() if chooser is None else chooser.choose(accesses, gradients)
         # Its end is what a gradient is kept for, whether anybody looks at it or not.
         plan = plan_from(
             (*accesses, *gradients),
@@ -276,7 +303,7 @@ class Follower:
         It may have been by a use in the midst of this one: of what garbage is collected in, say.
         """
         while window.ahead and len(window.ahead) > window.turn - place.turn:
-            window.ahead_bytes -= window.ahead.popleft()
+            window.pass_first()
         if window.turn < place.turn:
             window.begin_at(place.turn)
 
@@ -286,9 +313,12 @@ class Follower:
         while window.turn < last:
             key = place.key_at(window.turn)
             nbytes = self._bytes_in(window, key) if self._is_wanted(window, key) else 0
+            stays = key in self.residents
             if window.ahead_bytes and window.ahead_bytes + nbytes > window.limit_bytes:
                 return
-            window.add(nbytes)
+            if not stays and self._lacks_room(window, key, nbytes):
+                return
+            window.add(key, nbytes, stays=stays)
             if nbytes:
                 yield Prefetch(self._newest(key) if window.tier == self._first_tier else key, window.tier)
 
@@ -296,6 +326,13 @@ class Follower:
         if window.tier == self._first_tier:
             return True
         return key not in self.residents and (self._has_gradients or not window.is_slowest)
+
+    def _lacks_room(self, window: PrefetchWindow, key: str, nbytes: int) -> bool:
+        """Say whether a key that does not stay has to wait until others that do not have been used."""
+        room_bytes = self._staying.ahead_bytes
+        if window.tier != self._first_tier or room_bytes is None or key in window.coming:
+            return False
+        return bool(window.coming_bytes) and window.coming_bytes + nbytes > room_bytes
 
     def _newest(self, key: str) -> str:
         """Return what is used when a key is next: new values, if they wait to take its place."""

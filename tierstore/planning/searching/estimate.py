@@ -133,6 +133,7 @@ class _Passes:
         states: dict[str, KeyState] = {}
         last = len(self._tiers) - 1
         residents = self._placement.residents or frozenset()
+        without_state = self._placement.residents_without_state
         for key in self._program.data:
             if key not in self._given.windows:
                 continue
@@ -145,7 +146,8 @@ class _Passes:
                 None if is_made else last,
                 None if is_made else last,
                 returns=key in self._given.swapped or _returns(self._placement, key, owner, datum.kind),
-                is_resident=owner in residents or key in residents,
+                is_resident=key in residents
+                or (owner in residents and not (datum.kind is ByteKind.STATE and owner in without_state)),
             )
         for key, state in states.items():
             if state.tier is not None:  # as fast as there is room

@@ -12,12 +12,12 @@ from fractions import Fraction
 
 from tierstore.core.model import Tier
 from tierstore.errors import CapacityError
-from tierstore.planning.deciding import Follower, PrefetchWindow
+from tierstore.planning.deciding import Follower, PrefetchWindow, ResidentChoice
 from tierstore.planning.homes import CPU, Treatment
 from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Program
-from tierstore.planning.residents import Trained, choose_residents
+from tierstore.planning.residents import Staying, Trained
 from tierstore.planning.simulating.conditions import Conditions
 from tierstore.planning.simulating.dividing import DividedDevice, trained_bytes
 from tierstore.planning.simulating.driver import Driver
@@ -35,7 +35,6 @@ from tierstore.planning.simulating.recomputing import with_recomputation
 from tierstore.planning.simulating.stepping import OptimizerTurns
 from tierstore.planning.simulating.swapping import Swapping
 from tierstore.planning.simulating.windows import KeyWindows
-from tierstore.planning.staying import choose_staying, is_another_room
 from tierstore.planning.timeline import WAITING, StallCause, StepTotals, Timeline
 
 LEAST_STEPS = 3
@@ -113,7 +112,12 @@ class Simulator:
         )
         host = next((index for index, tier in enumerate(tiers) if tier.is_host), 0)
         self._device: DividedDevice | None = None
-        self._chosen_bytes: int | None = None  # the room that residents were chosen for
+        self._choice = ResidentChoice(
+            placement,
+            self._room_bytes,
+            self._low_share,
+            in_backward=conditions.optimizer_in_backward,
+        )
         self._host_lane = HostLane(self._store, host)
         exchanges = conditions.exchanges
         self._lanes = Lanes(
@@ -252,16 +256,25 @@ class Simulator:
     @property
     def is_stale(self) -> bool:
         """See `tierstore.planning.deciding.ResidentChooser.is_stale`."""
-        return self._placement.residents is None and is_another_room(self._chosen_bytes, self._room_bytes)
+        return self._choice.is_stale
 
-    @property
     def _room_bytes(self) -> int:
+        """Return what of the first tier can be kept from step to step: what is above ``high`` goes early."""
         first = self._store.ledger.books.tier_states[0].tier
         kept_bytes = first.capacity_bytes if self._device is None else self._device.kept_bytes
         return int(kept_bytes * self._ratios(self._store.names[0])[0])
 
-    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+    def _low_share(self) -> float:
+        high, low = self._ratios(self._store.names[0])
+        return low / high
+
+    def choose(self, accesses: Sequence[str], gradients: Sequence[str]) -> Staying:
         """See `tierstore.planning.deciding.ResidentChooser.choose`."""
+        sizes = {key: datum.nbytes for key, datum in self._program.data.items()}
+        return self._choice.choose(self._trained(accesses, gradients), accesses, sizes)
+
+    def _trained(self, accesses: Sequence[str], gradients: Sequence[str]) -> dict[str, Trained]:
+        """Return what is trained together, by the bundle's key, in the order of its use."""
         units = {unit.bundle: unit for unit in self._program.units}
         data = self._program.data
         states = {each.owner: key for key, each in data.items() if each.kind is ByteKind.STATE}
@@ -271,31 +284,18 @@ class Simulator:
             if key in data and data[key].kind in (ByteKind.PARAMETERS, ByteKind.BUFFER):
                 unit = units.get(key)
                 own = states.get(key) if unit is None else unit.state
-                state = [] if own is None else [own]
+                state = [] if own is None or own not in self._store else [own]
                 made = [each for each in (unit.gradients if unit is not None else ()) if each in there]
-                kept = (key, *(each for each in state if each in self._store))
                 trained[key] = Trained(
-                    kept,
+                    (key, *state),
                     tuple(made),
-                    sum(data[each].nbytes for each in kept),
+                    sum(data[each].nbytes for each in (key, *state)),
                     sum(data[each].nbytes for each in made),
+                    sum(data[each].nbytes for each in state),
+                    is_trained=unit is not None or bool(state),  # of some programs units are not known
+                    may_stay=self._is_stepped_first(key),
                 )
-        chosen = self._placement.residents
-        if chosen is None:
-            is_in_backward = self._conditions.optimizer_in_backward
-            able = [
-                each
-                for key, each in trained.items()
-                if (each.gradients or is_in_backward) and self._is_stepped_first(key)
-            ]
-            quota_bytes = self._chosen_bytes = self._room_bytes
-            if is_in_backward:
-                return choose_residents(able, quota_bytes)
-            sizes = {key: data[key].nbytes for each in able for key in each.keys}
-            passing = (each.kept_bytes for each in trained.values() if not each.gradients)
-            return choose_staying(able, accesses, sizes, quota_bytes, max(passing, default=0))
-        stay = [trained[key] for key in sorted(chosen) if key in trained]
-        return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
+        return trained
 
     def _is_stepped_first(self, bundle: str) -> bool:
         """Whether a bundle is stepped in the first tier: else it has new values elsewhere in every step."""

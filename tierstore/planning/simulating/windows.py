@@ -3,7 +3,7 @@
 1. Keys that are opened together are leased first, the largest first, and noted then, in that order; they are
    closed in the reverse of the order that they were given in.
 2. A key that has a window has one lease, however many windows it has.
-3. After the last window a key goes back where its home says that it returns.
+3. After the last window a key goes back where its home says that it returns, or down if it does not stay.
 """
 
 from __future__ import annotations
@@ -116,8 +116,10 @@ class KeyWindows:
         return key in self._open
 
     def go_home(self, key: str) -> None:
-        """After its use, push a key down if its home says so."""
+        """After its use, push a key down if its home says so, or who says what stays."""
         home = self._homes.get(key)
+        if home is None and key in self.follower.leaving and key in self._store:
+            self._store.evict(key, None)
         if home is not None and home.returns and home.tier is not None and key in self._store:
             self._store.evict(key, self._store.names.index(home.tier))
 
