@@ -151,11 +151,10 @@ class PlannedBytesRun:
 def _cell(model: PlannedModel, name: str, share: float, run: PlannedBytesRun) -> Cell:
     """Train a cell, and compare its losses with those of plain training.
 
-    The device is filled to the brim.  By the rules it writes back early: how much depends on time, and
-    two runs differ.
+    The device is filled to the brim.  Else it writes back early: how much depends on time, and two runs
+    differ.
     """
-    rules = rules_of(model, run.quotas, run.path)
-    placement = replace(rules, high=dict.fromkeys(rules.high, 1.0))
+    placement = replace(rules_of(model, run.quotas, run.path), high={"device": 1.0})
     with _trained(model, run.quotas, run.path, placement) as trainee:
         while len(trainee.losses) < len(run.losses):
             trainee.step()
@@ -371,7 +370,7 @@ def all_placements(program: Program, machine: Machine) -> dict[str, Placement]:
     return {
         f"high {high:g}, ahead {ahead:g}": replace(
             base,
-            high={} if high == 1.0 else {**base.high, first: high},
+            high={**base.high, first: high},
             ahead=dict.fromkeys(base.ahead, ahead),
         )
         for high, ahead in itertools.product((1.0, *HIGHS), AHEADS)

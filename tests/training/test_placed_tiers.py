@@ -210,3 +210,26 @@ def test_a_buffer_may_be_a_resident(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert [set(plan.residents) for plan in plans if plan is not None] == [{"buffer/mask"}]
+
+
+def test_a_device_writes_back_early_where_its_program_leaves_no_room_for_everything(tmp_path: Path) -> None:
+    def went_down(rows: int) -> bool:
+        """Train on so many rows; return whether the last step wrote anything back."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(12)])
+        optimizer = torch.optim.Adam(model.parameters())
+        more = {**with_device("three", "1300KB"), "offload_cpu_size": "64MB"}  # 800 KB are trained
+        with offload(model, optimizer, config_of("three", tmp_path / str(rows), more)) as run:
+            down = [0]
+            for _ in range(5):
+                model(torch.ones(rows, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                traffic = run.store.stats().traffic
+                down.append(sum(each.nbytes for (source, _), each in traffic.items() if source == "device"))
+            if down[-1] > down[-2]:
+                _settles_at(run, "device", 0.75)
+            return down[-1] > down[-2]
+
+    assert not went_down(rows=2), "all of it fits"
+    assert went_down(rows=256)

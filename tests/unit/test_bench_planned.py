@@ -197,7 +197,7 @@ def test_every_combination_of_two_levers_is_tried_once() -> None:
     placements = planned.all_placements(program, _machine())
     assert len(placements) == 4 * 4
     assert len({repr(each) for each in placements.values()}) == len(placements)
-    assert placements["high 1, ahead 0.25"] == replace(todays(program, _machine()), high={})
+    assert placements["high 1, ahead 0.25"] == replace(todays(program, _machine()), high={"device": 1.0})
 
 
 def _machine() -> Machine:

@@ -343,7 +343,7 @@ def test_two_placements_stand_side_by_side(place: Path, capsys: _Output) -> None
     assert "device writes back above 0.5" in printed
     assert main(["plan", *_HERE, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["a"]["placement"]["high"] == {"device": 0.75}
+    assert found["a"]["placement"]["high"] == {}
     assert found["b"]["placement"]["high"] == {"device": 0.5}
     assert (place / "both.html").exists()
 

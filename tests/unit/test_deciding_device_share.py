@@ -9,7 +9,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierstore.planning.deciding import ALIGNMENT_BYTES, DeviceShare, PhasePeak, StepPhase, TrainedBytes
+from tierstore.planning.deciding import (
+    ALIGNMENT_BYTES,
+    LEARNING_STEPS,
+    DeviceShare,
+    PhasePeak,
+    StepPhase,
+    TrainedBytes,
+    high_of,
+)
 
 BUNDLE, STATE, GRADIENT = 8192, 16384, 8192  # bytes of each of ten bundles
 TRAINED = TrainedBytes(
@@ -195,6 +203,47 @@ def test_room_for_gradients_is_left_where_they_are_the_programs_own() -> None:
     for _ in range(2):
         _step(share, Use(50_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000 - 7000
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "below_bytes", "elsewhere_bytes", "high"),
+    [
+        (0, 1100, 0, 1.0),  # it is not known yet
+        (300, 1100, 0, 0.75),  # a quarter at most
+        (900, 2000, 0, round(1 - 125 / 900, 2)),  # one bundle of 100 bytes, and a quarter of one
+        (1000, 1100, 0, 1.0),  # all of it fits
+        (900, 1100, 100, 1.0),  # all that is not the program's own does
+        (300, 1099, 0, 1.0),  # the device has to hold what is nowhere else
+    ],
+)
+def test_a_device_writes_back_early_where_it_cannot_hold_everything_and_the_tiers_below_can(
+    kept_bytes: int, below_bytes: int, elsewhere_bytes: int, high: float
+) -> None:
+    trained = TrainedBytes(1000, 250, 0, 100, 25)
+    assert high_of(kept_bytes, trained, below_bytes, elsewhere_bytes) == high
+
+
+@given(
+    limit=st.integers(TRAINED.largest_bytes, 2 * TRAINED.all_bytes),
+    model=st.integers(0, TRAINED.all_bytes),
+    said=st.none() | st.floats(0.1, 1),
+)
+def test_what_stays_leaves_room_for_what_is_written_back_early(
+    limit: int, model: int, said: float | None
+) -> None:
+    share = _share(limit)
+    share.said_high = said
+    assert share.high == (1.0 if said is None else said), "nothing is known yet"
+    for _ in range(LEARNING_STEPS + 1):
+        _step(share, Use(model, model))
+    assert share.staying_room_bytes == int(share.kept_bytes * share.high)
+    fits = share.has_room_for_gradients or share.kept_bytes >= TRAINED.all_bytes
+    if said is not None:
+        assert share.high == said
+    elif share.kept_bytes:
+        assert (share.high == 1) == fits
+        free_bytes = share.kept_bytes - share.staying_room_bytes
+        assert fits or free_bytes >= min(1.2 * TRAINED.largest_bytes, 0.2 * share.kept_bytes)
 
 
 def test_a_peak_that_was_hidden_is_no_less_than_the_one_before() -> None:

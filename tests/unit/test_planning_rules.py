@@ -146,30 +146,6 @@ def test_the_rules_decide_what_was_decided_in_seven_places() -> None:
     assert seen > len(GRID) // 2
 
 
-@pytest.mark.parametrize(
-    ("device", "below", "wishes", "high"),
-    [
-        (300, 1100, {}, 0.75),  # a quarter at most
-        (900, 2000, {}, round(1 - 125 / 900, 2)),  # one bundle of 100 bytes, and a quarter of one
-        (1000, 1100, {}, None),  # all of it fits
-        (300, 1100, {"hbm_ratio": 0.9}, None),  # it is said already
-        (300, 1099, {}, None),  # the device has to hold what is nowhere else
-    ],
-)
-def test_a_device_writes_back_early_where_the_tiers_below_hold_everything(
-    device: int, below: int, wishes: Mapping[str, object], high: float | None
-) -> None:
-    bundles = [BundleFacts(f"param/{number}", 100) for number in range(10)]
-    tiers = {"device": device, "host": below // 2, "disk": below - below // 2}
-    found = dict(place(RunFacts(tiers, bundles, Wishes(**wishes))).high)  # type: ignore[arg-type]
-    assert found == ({} if high is None else {"device": high})
-
-
-def test_host_memory_is_filled_to_the_brim_where_the_host_computes() -> None:
-    bundles = [BundleFacts(f"param/{number}", 100) for number in range(10)]
-    assert not place(RunFacts({"host": 300, "disk": 5000}, bundles, Wishes())).high
-
-
 def test_what_the_rules_decide_is_never_refused() -> None:
     for facts in GRID:
         try:
@@ -286,7 +262,6 @@ CPU_STEP = {"state": {"device": "cpu"}, "gradients": {"device": "cpu"}}
         (HOST, _of_a(parameters={"device": "device"}), "parameters.device='device': this run has no device"),
         (HOST, {"ahead": {"disk": 0.5}}, "ahead: disk: nothing is prefetched there; accepted: host"),
         (DEVICE, {"ahead": {"tape": 0.5}}, "ahead: tape"),
-        (DEVICE, {"residents": None}, "residents=None: beside a device none are chosen"),
         (DEVICE, {"residents": ["param/x"]}, "residents: param/x: the model has no such bundle"),
         (DEVICE, {"high": {"disk": 0.5}}, "high: disk: no tier is below it"),
         (DEVICE, {"high": {"tape": 0.5}}, "high: tape: this run has device, host, disk"),

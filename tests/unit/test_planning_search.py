@@ -102,8 +102,8 @@ def test_copies_take_what_their_links_do_and_what_skips_a_tier_takes_both() -> N
 
 
 def test_of_two_that_are_about_as_fast_the_one_that_moves_less_is_chosen() -> None:
-    on, levers = machine(7, host=16), Levers.HIGH | Levers.AHEAD
-    given = replace(todays(PROGRAM, on), high={})
+    on, levers = machine(12, host=16), Levers.HIGH | Levers.AHEAD
+    given = replace(todays(PROGRAM, on), high={"device": 1.0})
     fastest, sparing = (search(PROGRAM, on, given=given, levers=levers, spare=spare) for spare in (0.0, 0.1))
     assert fastest.timeline.step_s < sparing.timeline.step_s < 1.1 * fastest.timeline.step_s
     assert sum(sparing.timeline.moved_bytes.values()) < sum(fastest.timeline.moved_bytes.values())
@@ -207,7 +207,7 @@ def test_shares_that_were_given_are_tried_where_the_full_program_takes_another_t
 ) -> None:
     on, slow = machine(8), machine(8, link=1e6)
     program = replace(PROGRAM, moments=tuple(half for each in PROGRAM.moments for half in halves(each)))
-    before = replace(todays(program, on), high={})
+    before = replace(todays(program, on), high={"device": 1.0})
     in_full: list[Placement] = []
 
     def slower(simulated: Program, where: Machine, placement: Placement, **more: object) -> Timeline:
@@ -329,7 +329,7 @@ def homes_of_state(base: Placement) -> Sequence[Placement]:
 
 
 def test_state_that_would_leave_anyway_goes_down_after_its_step() -> None:
-    base = replace(todays(PROGRAM, machine(18)), high={})  # or it goes early as it is
+    base = replace(todays(PROGRAM, machine(18)), high={"device": 1.0})  # or it goes early as it is
     pinned = replace(base, bundles={**base.bundles, "param/0": BundleHomes(is_pinned=True)})
     for before, count in ((base, 6), (pinned, 5)):
         some, all_of_it = (
@@ -398,7 +398,7 @@ def test_what_differs_is_told() -> None:
     )
     assert differences(other, base) == [
         "high 0.75 of device",
-        "host filled without writing back early",
+        "high of host as configured",
         "1 bundle stepped on the host",
         "layers 0-1 recomputed",
         "gradients stashed: always",

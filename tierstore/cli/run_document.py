@@ -119,10 +119,7 @@ def _placement(placement: Placement) -> Document:
     """Return plain values of what a run does not decide by itself."""
     found = placement.to_mapping()
     del found["marks"]
-    # A run decides by itself what it writes back early: nothing is said, too.
-    return {
-        key: value for key, value in found.items() if key == "high" or (value is not None and value != {})
-    }
+    return {key: value for key, value in found.items() if value is not None and value != {}}
 
 
 # ------------------------------------------------------------------------------------ activations

@@ -80,7 +80,8 @@ class Placement:
         residents_without_state: those of them whose state comes and goes, where backward steps; chosen
             together with them.
         high: by tier, the share of it above which it writes back what is needed last before anybody waits for
-            room; a tier that is not named: as its configuration says.
+            room; a tier that is not named: as its configuration says, and a device where that says nothing as
+            `tierstore.planning.deciding.DeviceShare.high`.
         shares: by tier, the share of its quota that the run uses at all; a tier that is not named: all of it.
         marks: what happens to activations, in the order in which later marks override.
         inputs: the tier in which what recomputed modules are given waits for backward; ``None``: it stays.
@@ -152,6 +153,15 @@ class Placement:
     def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
         """Return how much may be ahead in a tier of which the store may have so much."""
         return math.floor(Fraction(self.ahead.get(tier, 0.0)) * quota_bytes)
+
+    def said_high(self, tier: str, configured: float) -> float | None:
+        """Return above which share a tier writes back early, as somebody says it; ``None``: nobody does.
+
+        Args:
+            tier: that is asked about.
+            configured: the share that its configuration has; 1 says nothing.
+        """
+        return self.high.get(tier, configured if configured < 1 else None)
 
     def used_bytes(self, tier: str, quota_bytes: int) -> int:
         """Return how much of a tier's quota the run uses."""

@@ -5,9 +5,8 @@
 2. Where everything fits into the fastest tier, nothing is prefetched and no gradient is stashed.  Beside a
    device that is known only when a step was measured: there gradients are stashed until then, and something
    is always ahead.
-3. A quarter of what the store may have of a tier may be ahead of its use.  Of a device that cannot hold all,
-   where the tiers below can, room for one bundle and a little more, a quarter of it at most, is written back
-   before anybody waits: so what comes up does not wait for what goes down.
+3. A quarter of what the store may have of a tier may be ahead of its use.  Above which share a device writes
+   back early is `tierstore.planning.deciding.DeviceShare`'s to say, when a step was measured.
 4. Optimizers step where the configuration says, but what is pinned where it is.  What modules that compute
    on the host use lives in host memory or below, and is stepped there.
 5. What stays from step to step is `tierstore.planning.residents`' to say, when a step has run.
@@ -33,10 +32,6 @@ HOST = "host"
 DISK = "disk"
 AHEAD = 0.25
 """The share of a tier that may be ahead of its use."""
-_FREE = 0.25
-"""The most of a device that is written back early."""
-_FREE_BUNDLES = 1.25
-"""How many of the largest bundles, with gradients and state, there is room for in it."""
 
 AHEAD_IN_BACKWARD = 0.5
 """The same where backward steps in the fastest tier: what stays there bounds it beside that."""
@@ -187,20 +182,7 @@ def place(facts: RunFacts) -> Placement:
         dict.fromkeys(ahead, AHEAD_IN_BACKWARD if is_bounded else AHEAD),
         None if facts.needs_plan else frozenset(),
         inputs=_home("offload_checkpoint", wishes.offload_checkpoint, model_on, facts).tier,
-        high=_high(facts),
     )
-
-
-def _high(facts: RunFacts) -> dict[str, float]:
-    """Return above which share a device writes back early, where no wish says it and there is room below."""
-    if not facts.has_device or facts.fits or facts.wishes.hbm_ratio < 1:
-        return {}
-    device_bytes, *below_bytes = facts.tiers.values()
-    largest_bytes = max((each.nbytes for each in facts.bundles if not each.is_on_host), default=0)
-    if sum(each.nbytes for each in facts.bundles) + largest_bytes > sum(below_bytes):
-        return {}  # all of the device is needed for what is nowhere else
-    free = min(_FREE, _FREE_BUNDLES * largest_bytes / device_bytes)
-    return {facts.fastest: round(1 - free, 2)}
 
 
 def _homes(bundle: BundleFacts, facts: RunFacts) -> BundleHomes:

@@ -139,7 +139,6 @@ def open_session(
     former = source if isinstance(source, ResumedCheckpoint) else None
     use_tiers(store, tiers_in(config.placement))
     plan = _plan(model, optimizers, config, store, former, selection, marks, others)
-    use_tiers(store, plan.placement)  # what was not given, the rules have decided
     machine = None if others.shards.group_of else _machine_of(store, config)  # a copy would gather
     first_call = None if machine is None else _foreseen(model, optimizers, config, machine, plan)
     inventory = Inventory()

@@ -274,11 +274,11 @@ class RunPlanner:
             is_divided = session.budget is not None and tier.name == session.store.tier_names[0]
             capacity_bytes = capacities[tier.name].capacity_bytes
             if placement.high.get(tier.name) != before.high.get(tier.name):
-                high = placement.high.get(tier.name, tier.high)  # what no plan says is as it was configured
+                high = placement.said_high(tier.name, tier.high)  # what no plan says is as it was configured
                 if session.budget is not None and is_divided:
                     session.budget.write_back_above(high)
                 else:
-                    session.store.resize(tier.name, capacity_bytes, high=high)
+                    session.store.resize(tier.name, capacity_bytes, high=1.0 if high is None else high)
             if tier.name in before.ahead and not is_divided:
                 session.prefetcher.set_limit(tier.name, placement.ahead_bytes(tier.name, capacity_bytes))
         if session.budget is not None:

@@ -76,9 +76,11 @@ def policies_for(
     quota: DeviceQuota | None = None
 
     def room_bytes() -> int:
-        kept_bytes = store.rooms()[fastest].capacity_bytes if quota is None else quota.kept_bytes
+        if quota is not None:
+            return quota.staying_room_bytes
         # What is above this share is to be written back early: nothing that stays may be there.
-        return int(kept_bytes * placing.placement.high.get(fastest, store.config.tiers[0].high))
+        high = placing.placement.high.get(fastest, store.config.tiers[0].high)
+        return int(store.rooms()[fastest].capacity_bytes * high)
 
     placing = Placing(placement, store, inventory, stepping, room_bytes, has_device=fastest != HOST)
     meter = None if fastest == HOST else _meter(store)
@@ -97,6 +99,7 @@ def policies_for(
             meter,
             lambda own: prefetcher.set_limit(fastest, placing.placement.ahead_bytes(fastest, own)),
             inventory.gradients.staying_bytes,
+            placement.said_high(fastest, store.config.tiers[0].high),
         )
     return Policies(
         placing,

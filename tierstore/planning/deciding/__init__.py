@@ -14,6 +14,7 @@ from tierstore.planning.deciding.device_share import (
     PhasePeak,
     StepPhase,
     TrainedBytes,
+    high_of,
 )
 from tierstore.planning.deciding.following import (
     Advance,
@@ -48,6 +49,7 @@ __all__ = [
     "TierRoom",
     "TrainedBytes",
     "has_room_ahead",
+    "high_of",
     "is_stashed",
     "must_stash",
     "next_version",

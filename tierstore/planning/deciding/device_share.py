@@ -16,7 +16,10 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    then stays from one forward pass to the next.
 5. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
-6. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
+6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a little
+   more, a quarter of what may stay at most, is written back before anybody waits for it: so what comes up
+   does not wait for what goes down.
+7. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
 It is told what was measured and what is leased, and says what quota to give; who gave it says so
@@ -41,6 +44,11 @@ LEARNING_STEPS = 2
 _LEARNING_EVALUATIONS = 1
 MARGIN = 1.1
 """Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
+
+_FREE = 0.25
+"""The most of the store's own that is written back early."""
+_FREE_BUNDLES = 1.25
+"""How many of the largest bundles, with gradients and state, there is room for in it."""
 
 _LITTLE_LARGER = MARGIN
 """Inputs so many times as large need no measuring: what grows with their square is within the margin, too."""
@@ -120,9 +128,11 @@ class DeviceShare:
         trained: what the store has to hold.
         below_bytes: what the tiers below the device can hold together.
         staying_bytes: returns the bytes of gradients that are the program's for now.
+        said_high: see the attribute.
 
     Attributes:
         phase: what the program does.
+        said_high: the share of its quota above which the store writes back early; ``None``: nobody says it.
         quota_bytes: what the store has; set by who gave it.
     """
 
@@ -132,13 +142,15 @@ class DeviceShare:
         trained: TrainedBytes,
         below_bytes: int,
         staying_bytes: Callable[[], int],
+        said_high: float | None = None,
     ) -> None:
         self.phase = StepPhase.BETWEEN
+        self.said_high = said_high
         self.quota_bytes = -1
         self._limit_bytes = limit_bytes
         self._step_ahead_bytes = min(limit_bytes, trained.largest_bytes + trained.largest_bundle_bytes)
-        self._all_bytes = trained.all_bytes
-        self._gradient_bytes = trained.gradient_bytes
+        self._trained = trained
+        self._below_bytes = below_bytes
         # What the tiers below cannot hold has to be on the device, beside what is in use there.
         homeless_bytes = trained.all_bytes + self._step_ahead_bytes - below_bytes
         self._floor_bytes = min(limit_bytes, max(trained.pinned_bytes, homeless_bytes))
@@ -349,6 +361,19 @@ class DeviceShare:
         return min(self._own[StepPhase.MODEL], self._own[StepPhase.OPTIMIZER])
 
     @property
+    def high(self) -> float:
+        """The share of its quota above which the store writes back before anybody waits for room."""
+        if self.said_high is not None:
+            return self.said_high
+        elsewhere_bytes = self._trained.gradient_bytes if self.has_room_for_gradients else 0
+        return high_of(self.kept_bytes, self._trained, self._below_bytes, elsewhere_bytes)
+
+    @property
+    def staying_room_bytes(self) -> int:
+        """How much of what is kept may stay: what is above `high` is to be free."""
+        return int(self.kept_bytes * self.high)
+
+    @property
     def _is_tight(self) -> bool:
         """Whether leases may need more than the store's own: then the program is measured from then on."""
         return any(self._leased[phase] > self._own[phase] for phase in self._program)
@@ -356,7 +381,7 @@ class DeviceShare:
     @property
     def has_room_for_gradients(self) -> bool:
         """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
-        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + self._all_bytes
+        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + self._trained.all_bytes
         return not self._lessons[StepPhase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
 
     @property
@@ -382,7 +407,9 @@ class DeviceShare:
 
     def _divide(self) -> None:
         """Make the store's own what the program leaves of the budget."""
-        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
+        gradient_bytes = (
+            self._trained.gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
+        )
         for phase in filter(self._is_known, self._program):
             rest_bytes = (
                 self._limit_bytes - self._spared(self._program[phase]) - gradient_bytes - self._unseen[phase]
@@ -428,3 +455,19 @@ class DeviceShare:
     def is_in_the_way(self, live_bytes: int) -> bool:
         """Say whether the store's quota and what the program has now are more than the budget."""
         return self.quota_bytes + live_bytes > self._limit_bytes
+
+
+def high_of(kept_bytes: int, trained: TrainedBytes, below_bytes: int, elsewhere_bytes: int = 0) -> float:
+    """Return above which share of a device the store writes back early, where nobody says it.
+
+    Args:
+        kept_bytes: of the device, that are the store's; 0: it is not known yet.
+        trained: what the store has to hold.
+        below_bytes: what the tiers below can hold together.
+        elsewhere_bytes: of what is trained, that are the program's own.
+    """
+    largest_bytes = trained.largest_bytes - trained.pinned_bytes
+    fits = trained.all_bytes - elsewhere_bytes <= kept_bytes
+    if fits or not kept_bytes or trained.all_bytes + largest_bytes > below_bytes:
+        return 1.0
+    return round(1 - min(_FREE, _FREE_BUNDLES * largest_bytes / kept_bytes), 2)

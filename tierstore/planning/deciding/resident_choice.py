@@ -73,8 +73,13 @@ class ResidentChoice:
             return self._stay_in_backward(list(trained.values()), room_bytes)
         if not self.is_open:
             return Staying(frozenset(self._named(trained)))
-        able = [each for each in trained.values() if each.gradients and each.may_stay]
-        passing = (each.kept_bytes for each in trained.values() if not each.gradients)
+        # Where no gradients are the store's there is room for all of them beside it.
+        are_beside = not any(each.gradients for each in trained.values())
+        stepped = {
+            key for key, each in trained.items() if (each.is_trained if are_beside else each.gradients)
+        }
+        able = [each for key, each in trained.items() if key in stepped and each.may_stay]
+        passing = (each.kept_bytes for key, each in trained.items() if key not in stepped)
         keys = choose_staying(able, accesses, sizes, room_bytes, max(passing, default=0))
         self.residents = frozenset(key for key in trained if keys.issuperset(trained[key].keys))
         return Staying(keys)

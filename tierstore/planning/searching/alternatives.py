@@ -109,7 +109,8 @@ def _highs(program: Program, machine: Machine, placement: Placement) -> Iterator
     first = machine.tiers[0].name
     others = {tier: high for tier, high in placement.high.items() if tier != first}
     yield replace(placement, high=others)
-    for high in HIGHS:
+    highs = (*HIGHS, 1.0) if machine.tiers[0].medium is TierMedium.DEVICE else HIGHS  # 1 is not what is usual
+    for high in highs:
         yield replace(placement, high={**others, first: high})
 
 
@@ -250,9 +251,11 @@ def differences(placement: Placement, base: Placement) -> list[str]:
         base: that it is compared with.
     """
     found = [
-        f"high {high:.4g} of {tier}" for tier, high in placement.high.items() if base.high.get(tier) != high
+        f"{tier} filled without writing back early" if high == 1 else f"high {high:.4g} of {tier}"
+        for tier, high in placement.high.items()
+        if base.high.get(tier) != high
     ]
-    found += [f"{tier} filled without writing back early" for tier in base.high if tier not in placement.high]
+    found += [f"high of {tier} as configured" for tier in base.high if tier not in placement.high]
     found += [
         f"{share:.4g} of {tier} ahead"
         for tier, share in placement.ahead.items()

@@ -16,14 +16,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tierstore.planning.deciding import high_of
 from tierstore.planning.homes import CPU, PlacedMark, Treatment
-from tierstore.planning.machine import Machine
+from tierstore.planning.machine import Machine, TierFigures
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Moment, Phase, Program, Unit
 from tierstore.planning.searching.fills import KeyState, TierFill
 from tierstore.planning.searching.spans import UseWindow
 from tierstore.planning.searching.step_uses import StepUses, step_uses
 from tierstore.planning.searching.variants import as_placed, marked_keys
+from tierstore.planning.simulating.dividing import trained_bytes
 
 _STEPS = 3
 _KEPT_USES = 8  # a search asks for placements with the same marks one after another
@@ -108,7 +110,7 @@ class _Passes:
         capacity_bytes = int(first.capacity_bytes * placement.shares.get(first.name, 1.0))
         self._quotas = _quotas(program, uses.own_bytes, capacity_bytes, is_divided=is_divided)
         self._ahead = placement.ahead.get(first.name, 0.0)
-        self._high = placement.high.get(first.name, 1.0)
+        self._high = self._high_of(first, min(self._quotas, default=0), is_divided=is_divided)
         self._tiers = [TierFill(tier.capacity_bytes) for tier in machine.tiers]
         self._keys = self._key_states()
         self._links = _links_of(machine)
@@ -128,6 +130,15 @@ class _Passes:
         self._ahead_bytes = 0
         self._next = self._uses()
         self._following = next(self._next)
+
+    def _high_of(self, first: TierFigures, kept_bytes: int, *, is_divided: bool) -> float:
+        """Return above which share of the first tier is written back early."""
+        said = self._placement.said_high(first.name, 1.0)
+        trained = trained_bytes(self._program, self._placement) if is_divided and said is None else None
+        if trained is None:
+            return 1.0 if said is None else said
+        below_bytes = sum(tier.capacity_bytes for tier in self._machine.tiers[1:])
+        return high_of(kept_bytes, trained, below_bytes)
 
     def _key_states(self) -> dict[str, KeyState]:
         states: dict[str, KeyState] = {}

@@ -37,7 +37,8 @@ class DividedDevice:
         holdings: what the program has.
         limit_bytes: of program and store together.
         trained: what the store has to hold.
-        ratios: the shares of a quota above which, and down to which, the store writes back.
+        early: the share above which the store writes back, as of `DeviceShare.said_high`, and how much of
+            that share it writes down to.
         standing_bytes: that the program has all the time.
         set_ahead: told how much is the store's own.
         is_enforced: whether more than the limit is refused where no lease asks for it.
@@ -52,7 +53,7 @@ class DividedDevice:
         holdings: Holdings,
         limit_bytes: int,
         trained: TrainedBytes,
-        ratios: tuple[float, float],
+        early: tuple[float | None, float],
         standing_bytes: int,
         set_ahead: Callable[[int], None],
         *,
@@ -61,7 +62,9 @@ class DividedDevice:
         self._store = store
         self._holdings = holdings
         self._limit_bytes = limit_bytes
-        self._ratios = [Fraction(ratio) for ratio in ratios]
+        said_high, low_share = early
+        self._low_share = Fraction(low_share)
+        self._high: float | None = None  # as the store has it
         self._standing_bytes = standing_bytes
         self._set_ahead = set_ahead
         self._is_enforced = is_enforced
@@ -80,6 +83,7 @@ class DividedDevice:
             trained,
             sum(each.tier.capacity_bytes for each in below),
             lambda: self.staying_bytes,
+            said_high,
         )
         self._give(self._share.own_bytes)
 
@@ -89,9 +93,9 @@ class DividedDevice:
         return self._share.own_bytes
 
     @property
-    def kept_bytes(self) -> int:
-        """See `DeviceShare.kept_bytes`."""
-        return self._share.kept_bytes
+    def staying_room_bytes(self) -> int:
+        """See `DeviceShare.staying_room_bytes`."""
+        return self._share.staying_room_bytes
 
     @property
     def has_room_for_gradients(self) -> bool:
@@ -131,8 +135,8 @@ class DividedDevice:
             peak_bytes = self._holdings.take_phase_peak()
             self._share.enter(phase, PhasePeak(peak_bytes) if self._share.is_measuring else PhasePeak())
         self._set_ahead(self._share.own_bytes)
-        if self._share.quota_bytes < self._share.own_bytes:
-            self._give(self._share.own_bytes)
+        if self._share.quota_bytes < self._share.own_bytes or self._share.high != self._high:
+            self._give(max(self._share.quota_bytes, self._share.own_bytes))
         self.settle()
 
     def look(self, more_bytes: int) -> None:
@@ -194,10 +198,11 @@ class DividedDevice:
         )
 
     def _give(self, quota_bytes: int) -> None:
-        if quota_bytes != self._share.quota_bytes:
-            high, low = (math.floor(ratio * quota_bytes) for ratio in self._ratios)
-            self._store.resize(0, quota_bytes, high, low)
-            self._share.quota_bytes = quota_bytes
+        share = self._share.high
+        if quota_bytes != self._share.quota_bytes or share != self._high:
+            high = Fraction(share) * quota_bytes
+            self._store.resize(0, quota_bytes, math.floor(high), math.floor(high * self._low_share))
+            self._share.quota_bytes, self._high = quota_bytes, share
 
 
 def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None:

@@ -215,7 +215,10 @@ class Simulator:
                 self._holdings,
                 capacities[first],
                 trained,
-                self._ratios(first),
+                (
+                    self._placement.said_high(first, self._conditions.high.get(first, 1.0)),
+                    self._low_share(),
+                ),
                 self._program.standing_bytes if self._machine.has_streams else 0,
                 lambda own_bytes: follower.set_limit(first, self._placement.ahead_bytes(first, own_bytes)),
                 is_enforced=self._conditions.is_enforced,
@@ -260,9 +263,10 @@ class Simulator:
 
     def _room_bytes(self) -> int:
         """Return what of the first tier can be kept from step to step: what is above ``high`` goes early."""
+        if self._device is not None:
+            return self._device.staying_room_bytes
         first = self._store.ledger.books.tier_states[0].tier
-        kept_bytes = first.capacity_bytes if self._device is None else self._device.kept_bytes
-        return int(kept_bytes * self._ratios(self._store.names[0])[0])
+        return int(first.capacity_bytes * self._ratios(self._store.names[0])[0])
 
     def _low_share(self) -> float:
         high, low = self._ratios(self._store.names[0])

@@ -31,6 +31,7 @@ class DeviceQuota:
         meter: of what the program has outside the store.
         resized: told how much is the store's own.
         staying_bytes: returns the bytes of gradients that are the program's for now.
+        said_high: as of `tierstore.planning.deciding.DeviceShare`.
 
     Raises:
         CapacityError: one bundle alone does not fit.
@@ -44,6 +45,7 @@ class DeviceQuota:
         meter: Meter,
         resized: Callable[[int], None],
         staying_bytes: Callable[[], int],
+        said_high: float | None,
     ) -> None:
         self._store = store
         self._tier = store.tier_names[0]
@@ -56,7 +58,8 @@ class DeviceQuota:
         below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
         # Guards what is given and leased; held while hardware makes room.
         self._lock = locks.new_lock(Rank.DEVICE_QUOTA)
-        self._share = DeviceShare(limit_bytes, trained, sum(below), staying_bytes)
+        self._share = DeviceShare(limit_bytes, trained, sum(below), staying_bytes, said_high)
+        self._high = 1.0 if said_high is None else said_high  # as the store has it
         self._give(self._share.own_bytes)
 
     # --- a step -------------------------------------------------------------------------------
@@ -138,8 +141,8 @@ class DeviceQuota:
             self._share.enter(phase, self._phase_peak())
         self._resized(self._share.own_bytes)
         with self._lock:
-            if self._share.quota_bytes < self._share.own_bytes:
-                self._give(self._share.own_bytes)
+            if self._share.quota_bytes < self._share.own_bytes or self._share.high != self._high:
+                self._give(max(self._share.quota_bytes, self._share.own_bytes))
         self.settle()
 
     def _phase_peak(self) -> PhasePeak:
@@ -159,9 +162,9 @@ class DeviceQuota:
         return self._share.has_room_for_gradients
 
     @property
-    def kept_bytes(self) -> int:
-        """See `tierstore.planning.deciding.DeviceShare.kept_bytes`."""
-        return self._share.kept_bytes
+    def staying_room_bytes(self) -> int:
+        """See `tierstore.planning.deciding.DeviceShare.staying_room_bytes`."""
+        return self._share.staying_room_bytes
 
     @property
     def allows_steps_in_backward(self) -> bool:
@@ -171,19 +174,25 @@ class DeviceQuota:
     # --- quotas -------------------------------------------------------------------------------
 
     def _give(self, quota_bytes: int) -> None:
-        if quota_bytes != self._share.quota_bytes:
+        high = self._share.high
+        if quota_bytes != self._share.quota_bytes or high != self._high:
             with ordinary_mode():  # what is allocated here is the store's
-                self._store.resize(self._tier, quota_bytes)
-            self._share.quota_bytes = quota_bytes
+                self._store.resize(self._tier, quota_bytes, high=None if high == self._high else high)
+            self._share.quota_bytes, self._high = quota_bytes, high
 
-    def write_back_above(self, high: float) -> None:
-        """Let the store write back what it has above a share of its own, from now on.
+    def write_back_above(self, high: float | None) -> None:
+        """Let the store write back what it has above a share of its own from now on; ``None``: as it needs.
 
         Raises:
             CapacityError: the tiers below cannot take it: nothing was changed.
         """
-        with self._lock, ordinary_mode():
-            self._store.resize(self._tier, self._share.quota_bytes, high=high)
+        with self._lock:
+            former, self._share.said_high = self._share.said_high, high
+            try:
+                self._give(self._share.quota_bytes)
+            except CapacityError:
+                self._share.said_high = former
+                raise
 
     def tell_own(self) -> None:
         """Tell again how much is the store's own: what is made of it has changed."""
