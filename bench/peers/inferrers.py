@@ -1,4 +1,4 @@
-"""The inference peers by name: plain PyTorch, tierstore, and Accelerate's ``disk_offload``."""
+"""The inference peers by name: plain PyTorch, tierstore, Accelerate's ``disk_offload``, and reading alone."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from bench.peers import usage
 from bench.peers.disk_peers import drop_pages, sync
 from bench.peers.trainees import config_on_disk
 from bench.peers.usage import Usage, metered
 from bench.peers.workers import Answer, Subject, required
+from bench.rawdisk import RawDisk
+from bench.store import DISK_BLOCK_BYTES, DISK_THREADS, align_up
 from bench.workload import BATCH, Workload, wait_for_copies
 from tierstore.training import offload
 
 OURS, PLAIN = "tierstore", "plain"
 ACCELERATE = "accelerate"
 COLD, WARM = "cold", "warm"
+READ = "read-alone"
+"""What computes nothing: the limit of the disk."""
 
 
 class Inferring(Protocol):
     """A model that computes, a pass at a time."""
 
-    model: nn.Module
+    @property
+    def model(self) -> Callable[[Tensor], Tensor]:
+        """What computes a pass."""
+        ...
 
     def between(self) -> None:
         """Do what has to be done between passes, unmeasured."""
@@ -92,11 +99,32 @@ class Mapped:
         """Nothing is read ahead."""
 
 
+class ReadAlone:
+    """Plain threads that read as many bytes as the model has, past the page cache, and compute nothing."""
+
+    def __init__(self, workload: Workload, path: Path, _host_bytes: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nbytes = align_up(workload.parameter_bytes, DISK_BLOCK_BYTES)
+        self._disk = RawDisk(path, nbytes, threads=DISK_THREADS, block_bytes=DISK_BLOCK_BYTES)
+
+    def model(self, x: Tensor) -> Tensor:
+        """Read all bytes."""
+        self._disk.read()
+        return x
+
+    def between(self) -> None:
+        """Nothing."""
+
+    def settle(self) -> None:
+        """Nothing is left to do."""
+
+
 PEERS: dict[str, Callable[[Workload, Path, int], Inferring]] = {
     PLAIN: InMemory,
     OURS: Offloaded,
     f"{ACCELERATE}-{COLD}": lambda workload, path, _host: Mapped(workload, path, is_cold=True),
     f"{ACCELERATE}-{WARM}": lambda workload, path, _host: Mapped(workload, path, is_cold=False),
+    READ: ReadAlone,
 }
 """Each takes the model, a directory of its own, and the host quota in bytes, which only ours heeds."""
 
@@ -144,7 +172,7 @@ class Passes:
         taken += metered(peer.settle)
         return {"usage": taken.to_mapping(), "passes": passes, "peak_bytes": usage.peak_resident_bytes()}
 
-    def _pass(self, peer: Inferring, x: torch.Tensor) -> None:
+    def _pass(self, peer: Inferring, x: Tensor) -> None:
         with torch.no_grad():
             output = peer.model(x)
         self._outputs.update(output.numpy().tobytes())

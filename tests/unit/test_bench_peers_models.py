@@ -108,7 +108,10 @@ def test_a_pass_is_held_against_cold_pages() -> None:
     found = {"tierstore": inferred(1.0), "accelerate-cold": inferred(3.0), "accelerate-warm": inferred(0.5)}
     (figure,) = inference.figures(found)
     assert figure.reached == pytest.approx(3.0)
-    assert figure.verdict is Verdict.BAR
+    assert figure.verdict is Verdict.MISSED
+    assert figure.aim == inference.BAR
+    (figure,) = inference.figures({**found, "read-alone": inferred(0.6)})
+    assert figure.aim == pytest.approx(5.0), "as fast as the disk"
     assert figure.details["times as fast as it is with the whole model in the page cache"] == "0.5"
     assert inference.figures({"tierstore": inferred(1.0)}) == []
 
@@ -180,7 +183,7 @@ def test_a_model_whose_shards_deepspeed_would_keep_in_memory_is_refused(tmp_path
     ("name", "peers"),
     [
         ("training", "plain,tierstore,deepspeed"),
-        ("inference", "plain,tierstore"),
+        ("inference", "plain,tierstore,read-alone"),
         pytest.param(
             "shards",
             "plain,tierstore",
