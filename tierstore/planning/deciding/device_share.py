@@ -18,7 +18,7 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
 6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a little
    more, a quarter of what may stay at most, is written back before anybody waits for it: so what comes up
-   does not wait for what goes down.
+   does not wait for what goes down.  Not where the processor that computes is the one that copies.
 7. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
@@ -129,6 +129,7 @@ class DeviceShare:
         below_bytes: what the tiers below the device can hold together.
         staying_bytes: returns the bytes of gradients that are the program's for now.
         said_high: see the attribute.
+        has_streams: whether copies and computing go on beside each other.
 
     Attributes:
         phase: what the program does.
@@ -143,9 +144,12 @@ class DeviceShare:
         below_bytes: int,
         staying_bytes: Callable[[], int],
         said_high: float | None = None,
+        *,
+        has_streams: bool = True,
     ) -> None:
         self.phase = StepPhase.BETWEEN
         self.said_high = said_high
+        self._has_streams = has_streams
         self.quota_bytes = -1
         self._limit_bytes = limit_bytes
         self._step_ahead_bytes = min(limit_bytes, trained.largest_bytes + trained.largest_bundle_bytes)
@@ -363,8 +367,8 @@ class DeviceShare:
     @property
     def high(self) -> float:
         """The share of its quota above which the store writes back before anybody waits for room."""
-        if self.said_high is not None:
-            return self.said_high
+        if self.said_high is not None or not self._has_streams:
+            return 1.0 if self.said_high is None else self.said_high
         elsewhere_bytes = self._trained.gradient_bytes if self.has_room_for_gradients else 0
         return high_of(self.kept_bytes, self._trained, self._below_bytes, elsewhere_bytes)
 

@@ -109,7 +109,9 @@ def _highs(program: Program, machine: Machine, placement: Placement) -> Iterator
     first = machine.tiers[0].name
     others = {tier: high for tier, high in placement.high.items() if tier != first}
     yield replace(placement, high=others)
-    highs = (*HIGHS, 1.0) if machine.tiers[0].medium is TierMedium.DEVICE else HIGHS  # 1 is not what is usual
+    # Where copies go on beside what computes, all of a device is not what is usual.
+    is_usual = not machine.has_streams or machine.tiers[0].medium is not TierMedium.DEVICE
+    highs = HIGHS if is_usual else (*HIGHS, 1.0)
     for high in highs:
         yield replace(placement, high={**others, first: high})
 

@@ -134,7 +134,8 @@ class _Passes:
     def _high_of(self, first: TierFigures, kept_bytes: int, *, is_divided: bool) -> float:
         """Return above which share of the first tier is written back early."""
         said = self._placement.said_high(first.name, 1.0)
-        trained = trained_bytes(self._program, self._placement) if is_divided and said is None else None
+        is_open = said is None and is_divided and self._machine.has_streams
+        trained = trained_bytes(self._program, self._placement) if is_open else None
         if trained is None:
             return 1.0 if said is None else said
         below_bytes = sum(tier.capacity_bytes for tier in self._machine.tiers[1:])

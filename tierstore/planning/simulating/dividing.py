@@ -84,6 +84,7 @@ class DividedDevice:
             sum(each.tier.capacity_bytes for each in below),
             lambda: self.staying_bytes,
             said_high,
+            has_streams=store.has_streams,
         )
         self._give(self._share.own_bytes)
 

@@ -89,7 +89,7 @@ class LedgerStore:
         self.queue = queue
         self._links = links
         self._holdings = holdings
-        self._has_streams = has_streams
+        self.has_streams = has_streams
         self._is_checked = is_checked
         self.is_device_first = not (tiers[0].is_host or tiers[0].is_storage)
         self._number = 0
@@ -147,7 +147,7 @@ class LedgerStore:
             self.queue.at(self.queue.now_s, functools.partial(self.tell, m.CopyDone(command.copy)))
             return
         ready_s = max(self.queue.now_s, self.used_until_s.get(command.key, 0.0) if source == 0 else 0.0)
-        if target == 0 and self._has_streams:
+        if target == 0 and self.has_streams:
             self.arriving.add(command.key)
             self.queue.at(self.queue.now_s, functools.partial(self._order, command.copy))
         self._links.send(source, target, command.nbytes, ready_s, functools.partial(self._arrive, command))

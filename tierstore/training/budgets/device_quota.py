@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tierstore.errors import CapacityError
 from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, TrainedBytes
+from tierstore.planning.homes import CPU
 from tierstore.store import Store
 from tierstore.training import locks
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
@@ -58,7 +59,10 @@ class DeviceQuota:
         below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
         # Guards what is given and leased; held while hardware makes room.
         self._lock = locks.new_lock(Rank.DEVICE_QUOTA)
-        self._share = DeviceShare(limit_bytes, trained, sum(below), staying_bytes, said_high)
+        has_streams = store.device.type != CPU
+        self._share = DeviceShare(
+            limit_bytes, trained, sum(below), staying_bytes, said_high, has_streams=has_streams
+        )
         self._high = 1.0 if said_high is None else said_high  # as the store has it
         self._give(self._share.own_bytes)
 
