@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 _TINY = ["--device", "emulated", "--width", "64", "--depth", "2", "--batch-size", "250"]
-_TINY += ["--max-device-memory", "400KB", "--offload-cpu-size", "144KB", "--offload-disk-size", "16MB"]
+_TINY += ["--max-device-memory", "640KB", "--offload-cpu-size", "144KB", "--offload-disk-size", "16MB"]
 
 
 def told(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:

@@ -266,6 +266,39 @@ def _tokens(number: int) -> Tensor:
     return torch.randint(0, LAYERS * DIM, (4,), generator=torch.Generator().manual_seed(number))
 
 
+class _Both(nn.Module):
+    """A generator and a discriminator; nobody calls the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.judged = _layers(LAYERS // 2), _layers(LAYERS // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.judged(self.made(x))
+        return found
+
+
+def _adversaries() -> Loop:
+    model = _Both()
+    makes, judges = _adam(model.made), _adam(model.judged)
+
+    def step(number: int) -> Sequence[Tensor]:
+        with torch.no_grad():
+            made = model.made(_batch(number))
+        judgement = model.judged(_batch(number + 500)).mean() - model.judged(made).mean()
+        judgement.backward()
+        judges.step()
+        judges.zero_grad()
+        loss = model.judged(model.made(_batch(number))).mean()
+        loss.backward()
+        makes.step()
+        makes.zero_grad()
+        judges.zero_grad()
+        return [judgement, loss]
+
+    return Loop(model, [makes, judges], step)
+
+
 def _inferred() -> Loop:
     model = _layers()
 
@@ -274,6 +307,35 @@ def _inferred() -> Loop:
             return [model(_batch(number, 4 + number % 3))]
 
     return Loop(model, [], step)
+
+
+def _decoded() -> Loop:
+    """An encoder that runs once, and a decoder that runs often; nobody calls the whole."""
+    model = _Both()
+
+    def step(number: int) -> Sequence[Tensor]:
+        with torch.no_grad():
+            made = model.made(_batch(number))
+            return [model.judged(made + _batch(each)) for each in range(3)]
+
+    return Loop(model, [], step, more_passes=1)  # the encoder comes anew: runs of the decoder are planned for
+
+
+def _layer_by_layer() -> Loop:
+    model = _layers()
+    optimizer = _adam(model)
+
+    def step(number: int) -> Sequence[Tensor]:
+        x = _batch(number)
+        for layer in model:
+            x = layer(x)
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss]
+
+    return Loop(model, [optimizer], step)
 
 
 EQUAL: dict[str, Build] = {
@@ -287,7 +349,10 @@ EQUAL: dict[str, Build] = {
     "evaluated between": _evaluated_between,
     "checkpointed": lambda: _trained(_Checkpointed()),
     "adapters": lambda: _trained(nn.Sequential(*(_Adapted() for _ in range(LAYERS)))),
+    "two models": _adversaries,
+    "layer by layer": _layer_by_layer,
     "inference": _inferred,
+    "encoder and decoder": _decoded,
 }
 UNEQUAL: dict[str, Build] = {
     "a large embedding": lambda: _trained(_WithTable(LAYERS * DIM, is_head=False), inputs=_tokens),

@@ -23,6 +23,7 @@ from tests.training.twins import (
 )
 from tierstore.errors import CapacityError
 from tierstore.training import Offload, offload
+from tierstore.training.modules.forward_needs import called_by_programs
 from tierstore.units import KIB, align_up
 
 _PAGE_BYTES = 4 * KIB
@@ -354,3 +355,27 @@ def test_a_list_of_modules_keeps_nothing_while_they_run(tmp_path: Path) -> None:
     model.register_parameter("table", nn.Parameter(torch.randn(100, WIDTH)))
     with opened((model, []), "host", 100 * WIDTH * 4, tmp_path), torch.no_grad():
         model[0](torch.randn(2, WIDTH))
+
+
+# ---------------------------------------------------------------------- what programs call
+
+
+def _own(model: nn.Module, *but: nn.Module) -> dict[nn.Module, tuple[list[nn.Parameter], list[nn.Parameter]]]:
+    """Return the parameters that each module has itself, but for some."""
+    found = {each: [] if each in but else list(each.parameters(recurse=False)) for each in model.modules()}
+    return {each: (own, []) for each, own in found.items()}
+
+
+def test_a_part_that_needs_nothing_is_left_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert called_by_programs(model, _own(model, model[0])) == {model, model[1], *model[1].children()}
+
+
+def test_the_whole_model_and_its_parts_may_be_called() -> None:
+    inner = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    model = nn.Sequential(nn.ModuleList([inner]), nn.Tanh(), nn.Sequential(nn.Sequential(nn.Linear(2, 2))))
+    called = called_by_programs(model, _own(model))
+    assert called == {model, inner["a"], inner["b"], model[2]}
+    wrapped = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapper = nn.Sequential(wrapped)
+    assert called_by_programs(wrapper, _own(wrapper)) == {wrapper, wrapped, *wrapped}

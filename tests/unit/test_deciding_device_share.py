@@ -46,13 +46,14 @@ class Use:
     optimizer_bytes: int = 0
     elements: int = 1
     standing_bytes: int = 0
+    called: str | None = None
     at_gradients_bytes: int = 0
     whole_bytes: int = 0
 
 
 def _begin(share: DeviceShare, phase: StepPhase, use: Use) -> int | None:
     """Begin a use of the model; return what the last one took, if it was too much."""
-    share.begin_use(phase)
+    share.begin_use(phase, use.called)
     if share.phase is not phase:
         share.enter(phase, PhasePeak())
     needed_bytes = share.too_much(phase, use.elements)
@@ -345,6 +346,68 @@ def test_where_there_is_nothing_to_take_from_the_store_the_next_use_is_refused()
     assert _step(share, Use(50_000, elements=10)) == 70_000
 
 
+def test_what_parts_take_that_are_called_apart_counts_for_its_most() -> None:
+    share = _share(400_000)
+    judge, maker = Use(200_000, 20_000, called="judge"), Use(50_000, 40_000, called="maker")
+    for use in (judge, maker, maker):
+        _step(share, use)
+    found = [_own(share, each) for each in (judge, maker)]
+    assert [each[StepPhase.MODEL] for each in found] == [400_000 - 220_000] * 2
+    assert [each[StepPhase.OPTIMIZER] for each in found] == [400_000 - 44_000] * 2
+
+
+@pytest.mark.parametrize("elements", [10, 30])
+def test_a_part_that_was_not_measured_leaves_the_store_nothing_until_it_was(elements: int) -> None:
+    share = _share(400_000)
+    judge, maker = Use(50_000, elements=20, called="judge"), Use(200_000, elements=elements, called="maker")
+    for _ in range(3):
+        _step(share, judge)
+    assert not share.is_learning
+    assert _own(share, maker)[StepPhase.MODEL] == 0
+    assert share.learns_from(StepPhase.MODEL)
+    share.end_step()
+    assert _own(share, judge)[StepPhase.MODEL] == 400_000 - 220_000
+
+
+def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of_another_are() -> None:
+    share = _share(400_000)
+    encoder, decoder = (
+        Use(100_000, elements=1000, called="encoder"),
+        Use(50_000, elements=10, called="decoder"),
+    )
+    for use in (encoder, decoder):
+        _evaluate(share, use)
+    assert not _evaluate(share, Use(0, elements=11, called="decoder"))  # little larger
+    assert share.own_bytes == 400_000 - 110_000
+    _begin(share, StepPhase.EVALUATION, Use(0, elements=20, called="decoder"))
+    assert (share.own_bytes, share.is_learning) == (0, True)
+    share.end_evaluation(PhasePeak(150_000), is_whole=True)
+    assert share.own_bytes == 400_000 - 165_000
+
+
+@pytest.mark.parametrize("elements", [10, 5])
+def test_a_part_whose_first_evaluation_failed_is_measured_in_the_next(elements: int) -> None:
+    share = _share(400_000)
+    encoder = Use(100_000, called="encoder")
+    _evaluate(share, encoder)
+    _evaluate(share, Use(50_000, elements=10, called="decoder"), is_whole=False)
+    _evaluate(share, encoder)
+    assert share.own_bytes == 400_000 - 110_000
+    decoder = Use(200_000, elements=elements, called="decoder")
+    _begin(share, StepPhase.EVALUATION, decoder)
+    assert (share.own_bytes, share.is_learning) == (0, True)
+    share.end_evaluation(PhasePeak(200_000), is_whole=True)
+    assert share.own_bytes == 400_000 - 220_000
+    assert not _evaluate(share, decoder)
+
+
+def test_inputs_of_one_part_that_were_too_large_are_not_held_against_another() -> None:
+    share = _share(60_000)
+    _step(share, Use(50_000, elements=10, whole_bytes=70_000, called="judge"))
+    assert _step(share, Use(50_000, elements=20, called="maker")) is None
+    assert _step(share, Use(50_000, elements=10, called="judge")) == 70_000
+
+
 def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None:
     share = _share(400_000)
     for _ in range(3):
@@ -480,9 +543,13 @@ class ShareMachine(RuleBasedStateMachine):
         self.limit_bytes = limit_bytes
         self.floor_bytes = self.share.own_bytes
 
-    @rule(phase=st.sampled_from([StepPhase.MODEL, StepPhase.EVALUATION]), elements=st.integers(0, 50))
-    def use(self, phase: StepPhase, elements: int) -> None:
-        _begin(self.share, phase, Use(0, elements=elements, standing_bytes=elements))
+    @rule(
+        phase=st.sampled_from([StepPhase.MODEL, StepPhase.EVALUATION]),
+        elements=st.integers(0, 50),
+        called=st.sampled_from([None, "part"]),
+    )
+    def use(self, phase: StepPhase, elements: int, called: str | None) -> None:
+        _begin(self.share, phase, Use(0, elements=elements, standing_bytes=elements, called=called))
 
     @rule(
         phase=st.sampled_from(StepPhase),

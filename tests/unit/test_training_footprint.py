@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tierstore as ts
 from tests.stores import make_store, numbered
+from tierstore import sides
+from tierstore.sides import Side
 from tierstore.spi import device_storage_listeners
 from tierstore.training.budgets.memory_meters import AllocatorMeter, EmulatedMeter, tensors_in
 from tierstore.training.pytorch.own_work import ordinary_mode
@@ -210,6 +212,13 @@ def test_what_the_model_is_given_was_there_all_the_time(watching: EmulatedMeter)
     assert watching.live_bytes() == 400 + 200 + 4
     assert watching.take_peak() == 800 + 4 + 200, "the targets were there beside the others"
     del loss
+
+
+def test_what_is_given_to_a_part_on_the_host_is_not_the_devices(watching: EmulatedMeter) -> None:
+    crossed = torch.zeros(100)
+    sides.note(crossed.untyped_storage(), Side.HOST)
+    watching.begin((crossed, torch.zeros(10)))
+    assert watching.take_peak() == 40
 
 
 def test_what_an_optimizer_is_given_may_be_in_host_memory(watching: EmulatedMeter) -> None:

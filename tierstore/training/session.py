@@ -48,7 +48,7 @@ from tierstore.training.modules import hooks
 from tierstore.training.modules.adopter import Adopter, part_from_base
 from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.crossings import Crossings
-from tierstore.training.modules.forward_needs import needs_of
+from tierstore.training.modules.forward_needs import called_by_programs, needs_of
 from tierstore.training.modules.link import Link
 from tierstore.training.optimizers import registered
 from tierstore.training.optimizers.host_stepper import HostStepper
@@ -272,10 +272,11 @@ class Session:
         """Register every hook."""
         self._keep(self.crossings.register(lambda module: module is self.model))  # inside what comes now
         needs = needs_of(self.model, dict(zip([*self.bundles, *self.buffers], groups, strict=True)))
+        called = called_by_programs(self.model, needs)
         for module in self.model.modules():
             own = hooks.ModuleHooks(self.windows, module, *needs.get(module, ((), ())))
-            if module is self.model:
-                own = hooks.RootHooks(own, self._begin_forward, self._end_forward)
+            if module in called:
+                own = hooks.CalledHooks(own, self._begin_forward, self._end_forward)
             elif not own.in_evaluation:
                 continue
             self._keep(own.register())
@@ -408,18 +409,18 @@ class Session:
         """Drop swapped activations that nobody waits for."""
         self._reclaimers.sweep(but=self.bindings)
 
-    def _begin_forward(self, inputs: Sequence[object]) -> None:
+    def _begin_forward(self, module: nn.Module, inputs: Sequence[object]) -> None:
         self._require("the model is called")
         self.accumulation.settle()
         self.bindings.forget_addresses()
         self.bindings.sweep()
-        self.crossings.begin_forward()
+        self.crossings.begin_forward(module)
         if self.budget is not None and (not self.optimizers or self._stepped_in_backward):
             self.budget.end_step()
         self._stepped_in_backward.clear()
         if self.budget is not None:
             phase = StepPhase.MODEL if torch.is_grad_enabled() else StepPhase.EVALUATION
-            self.budget.begin_forward(inputs, phase)
+            self.budget.begin_forward(module, inputs, phase)
         if torch.is_grad_enabled() or not self.optimizers:
             self.recorder.begin_forward(inputs)
         else:
@@ -434,8 +435,7 @@ class Session:
             steps.begin_model()
         for each in self.steps:
             each.state.freed.begin_forward()
-        begin = self.prefetcher.begin_forward if self.optimizers else self.prefetcher.begin_inference
-        begin()
+        (self.prefetcher.begin_forward if self.optimizers else self.prefetcher.begin_inference)()
 
     def _end_forward(self) -> None:
         self.bindings.forget_addresses()

@@ -19,7 +19,10 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
 6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a little
    more, a quarter of what may stay at most, is written back before anybody waits for it: so what comes up
    does not wait for what goes down.  Not where the processor that computes is the one that copies.
-7. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
+7. Where a program calls parts of the model itself, inputs are compared part by part.  One that was not
+   measured yet, or whose inputs have grown, leaves the store nothing until it was; what was measured of
+   several parts counts for its most, as uses of them differ.
+8. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
 It is told what was measured and what is leased, and says what quota to give; who gave it says so
@@ -32,8 +35,8 @@ gets at least its own, and gives back what is more and not leased.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 from tierstore.units import align_up
 
@@ -99,21 +102,42 @@ class PhasePeak:
     whole_bytes: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _CalledPart:
+    """What is known of the inputs of a model, or of a part that the program calls."""
+
+    seen_elements: int = -1  # of the largest inputs so far
+    measured_elements: int = -1  # of the largest ones that were measured
+    elements: int = 0  # of the last inputs
+    too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
+    needed_bytes: int = 0  # by them
+
+    def has_grown(self, elements: int) -> bool:
+        """Say whether what is made of such inputs may be more than what was measured, and its margin."""
+        return elements > self.measured_elements * _LITTLE_LARGER
+
+
 @dataclass(slots=True)
 class _Lesson:
     """How much of one kind of use is known: of steps, or of evaluations."""
 
     uses_to_learn_from: int
     steps_to_learn: int = 0
-    seen_elements: int = 0  # of the largest inputs so far
-    measured_elements: int = 0  # of the largest ones that were measured
     is_known: bool = False  # whether the store's own is what such uses leave
-    elements: int = 0  # of the last inputs
-    too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
-    needed_bytes: int = 0  # by them
+    parts: dict[Hashable, _CalledPart] = field(default_factory=dict)  # that were called
+    part: _CalledPart = field(default_factory=_CalledPart)  # that was called last
 
     def __post_init__(self) -> None:
         self.learn_again()
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the program calls several parts."""
+        return len(self.parts) > 1
+
+    def begin(self, called: Hashable) -> None:
+        """The model, or a part of it, is called."""
+        self.part = self.parts.setdefault(called, _CalledPart())
 
     def learn_again(self) -> None:
         """What is known is of other inputs."""
@@ -173,59 +197,64 @@ class DeviceShare:
             StepPhase.EVALUATION: _Lesson(_LEARNING_EVALUATIONS),
         }
         self._learning: _Lesson | None = None
-        self._elements = 0  # the most of inputs in the use that is learned from
+        self._elements: dict[_CalledPart, int] = {}  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
         self._staying_bytes = staying_bytes
 
     # --- a use of the model ---------------------------------------------------------------------
 
-    def begin_use(self, phase: StepPhase) -> None:
+    def begin_use(self, phase: StepPhase, called: Hashable = None) -> None:
         """The model begins to run: what there was to learn from the last use is known.
 
         Args:
             phase: in a step (``MODEL``), or for itself (``EVALUATION``).
+            called: the part that the program calls; ``None``: it calls nothing but the whole.
         """
         self._conclude()
+        self._lessons[phase].begin(called)
         if phase is StepPhase.EVALUATION and self.phase is not phase:
             self._around_evaluation = self.phase
 
     def too_much(self, phase: StepPhase, elements: int) -> int | None:
         """Return what the last use took, if inputs of that size took more than the budget then."""
-        lesson = self._lessons[phase]
-        lesson.elements = elements
-        if lesson.too_many_elements is None or elements < lesson.too_many_elements:
+        part = self._lessons[phase].part
+        part.elements = elements
+        if part.too_many_elements is None or elements < part.too_many_elements:
             return None
-        return lesson.needed_bytes
+        return part.needed_bytes
 
     def expect_more(self, phase: StepPhase, elements: int) -> bool:
         """If the inputs are larger than any before, so will be what is made of them.
 
         Returns whether the store's own is less for it.
         """
-        lesson = self._lessons[phase]
-        if elements <= lesson.seen_elements:
+        lesson, part = self._lessons[phase], self._lessons[phase].part
+        seen_elements = part.seen_elements
+        part.seen_elements = max(seen_elements, elements)
+        is_more = part.has_grown(elements) if lesson.has_several else elements > seen_elements
+        if not is_more or phase not in self._program:
             return False
-        is_known = phase in self._program
-        if is_known:
+        if lesson.has_several:
+            lesson.steps_to_learn, lesson.is_known = max(1, lesson.steps_to_learn), False
+        else:
             # Inputs, and what was computed of them, are there as well when the optimizer steps.
             for each in (phase, StepPhase.OPTIMIZER) if phase is StepPhase.MODEL else (phase,):
-                program_bytes = self._program.get(each, 0)
-                self._program[each] = program_bytes * elements // max(1, lesson.seen_elements)
-            if elements > lesson.measured_elements * _LITTLE_LARGER:
+                self._program[each] = self._program.get(each, 0) * elements // max(1, seen_elements)
+            if part.has_grown(elements):
                 lesson.learn_again()
             lesson.is_known = True
-            self._divide()
-        lesson.seen_elements = elements
-        return is_known
+        self._divide()
+        return True
 
     def begin_learning(self, phase: StepPhase, elements: int) -> bool:
         """The model runs on so many elements; return whether a use is learned from."""
         lesson = self._lessons[phase]
         if self._learning is None and (lesson.steps_to_learn or self._is_tight):
             self._learning = lesson
-            self._at_gradients_bytes = self._step_bytes = self._elements = 0
+            self._at_gradients_bytes = self._step_bytes = 0
+            self._elements.clear()
         if self._learning is lesson:
-            self._elements = max(self._elements, elements)
+            self._elements[lesson.part] = max(self._elements.get(lesson.part, 0), elements)
         return self.is_learning
 
     def note_standing(self, nbytes: int) -> None:
@@ -282,13 +311,14 @@ class DeviceShare:
         if lesson is None or not self._has_ended:
             return
         self._learning, self._has_ended = None, False
-        is_like_the_largest = self._elements >= lesson.seen_elements
+        largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
         for phase, peak_bytes in self._seen.items():
-            former_bytes = 0 if is_like_the_largest else self._program.get(phase, 0)
+            former_bytes = 0 if len(largest) == len(lesson.parts) else self._program.get(phase, 0)
             self._program[phase] = max(former_bytes, peak_bytes)
         self._seen.clear()
-        if is_like_the_largest:
-            lesson.measured_elements = self._elements
+        for part, elements in self._elements.items():
+            part.measured_elements = max(part.measured_elements, elements)
+        if largest or lesson.has_several:
             lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
             lesson.is_known = True
@@ -332,9 +362,9 @@ class DeviceShare:
             self._unseen[phase] += max(excess_bytes, self._unseen[phase])
             self._divide()
             return
-        lesson = self._lessons[StepPhase.EVALUATION if phase is StepPhase.EVALUATION else StepPhase.MODEL]
-        lesson.too_many_elements = lesson.elements
-        lesson.needed_bytes = self._limit_bytes + excess_bytes
+        part = self._lessons[StepPhase.EVALUATION if phase is StepPhase.EVALUATION else StepPhase.MODEL].part
+        part.too_many_elements = part.elements
+        part.needed_bytes = self._limit_bytes + excess_bytes
 
     # --- what is known --------------------------------------------------------------------------
 
@@ -414,7 +444,10 @@ class DeviceShare:
         gradient_bytes = (
             self._trained.gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
         )
-        for phase in filter(self._is_known, self._program):
+        for phase in self._program:
+            if not self._is_known(phase):
+                self._own[phase] = self._floor_bytes
+                continue
             rest_bytes = (
                 self._limit_bytes - self._spared(self._program[phase]) - gradient_bytes - self._unseen[phase]
             )

@@ -5,7 +5,7 @@ It measures what the program takes, tells the share, and gives the store what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from tierstore.errors import CapacityError
 from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, TrainedBytes
@@ -68,9 +68,15 @@ class DeviceQuota:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def begin_forward(self, inputs: Sequence[object], phase: StepPhase) -> None:
-        """The model begins to run on ``inputs``: in a step (``MODEL``) or for itself (``EVALUATION``)."""
-        self._share.begin_use(phase)
+    def begin_forward(self, called: Hashable, inputs: Sequence[object], phase: StepPhase) -> None:
+        """A model, or a part, begins to run: in a step (``MODEL``) or for itself (``EVALUATION``).
+
+        Args:
+            called: by the program.
+            inputs: that it is given.
+            phase: that begins.
+        """
+        self._share.begin_use(phase, called)
         self._enter(phase)
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         needed_bytes = self._share.too_much(phase, elements)

@@ -141,7 +141,7 @@ class EmulatedMeter:
         self._forget_former()
         given = list(_storages(each for each in tensors_in(inputs) if type(each) is torch.Tensor))
         self._counting.begin(is_given=bool(given))
-        self._counting.add(given)
+        self._counting.add([each for each in given if sides.side_of(each) is not Side.HOST])
 
     def begin_step(self) -> None:
         """See `Meter.begin_step`."""

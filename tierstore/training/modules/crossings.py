@@ -251,9 +251,12 @@ class Crossings:
                 first = _CrossIn(border, (last.id, left.id))
                 yield module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
 
-    def begin_forward(self) -> None:
-        """The model begins to run: no module of it does in this thread, whatever an interrupt has left."""
-        _here.entered.clear()
+    def begin_forward(self, called: nn.Module) -> None:
+        """The program calls the model or a part of it: forget what an interrupt has left in this thread.
+
+        A part's own values have crossed already.
+        """
+        _here.entered = [each for each in _here.entered if each.module is called or _is_running(each.module)]
         self.link.sweep()
 
 

@@ -29,6 +29,27 @@ def needs_of(model: nn.Module, groups: Mapping[Bundle, Group]) -> Needs[Bundle]:
     return needs
 
 
+def called_by_programs(
+    model: nn.Module, needs: Mapping[nn.Module, tuple[Sequence[object], Sequence[object]]]
+) -> set[nn.Module]:
+    """Return what a program may call: the whole model and its parts.
+
+    A part is a child that needs bundles; of a list of modules, which nobody calls, and of a wrapper around
+    one module the parts are theirs.  What needs none is left as it is: it may look at its own hooks.
+
+    Args:
+        model: the whole.
+        needs: of each module, as of `needs_of`.
+    """
+    called, opened = {model}, [model]
+    for module in opened:
+        parts = [each for each in module.children() if any(any(needs[inner]) for inner in each.modules())]
+        called.update(filter(has_forward, parts))
+        parted = parts if len(parts) == 1 else [each for each in parts if not has_forward(each)]
+        opened += [each for each in parted if each not in opened]
+    return called
+
+
 def _union(direct: Mapping[nn.Module, Sequence[Bundle]], modules: Sequence[nn.Module]) -> list[Bundle]:
     return list(dict.fromkeys(bundle for module in modules for bundle in direct.get(module, ())))
 

@@ -355,19 +355,22 @@ class _AfterForward(Hook):
                 self._hooks.after()
 
 
-class RootHooks(ModuleHooks):
-    """The hooks of the whole model: they also tell where a step begins.
+class CalledHooks(ModuleHooks):
+    """The hooks of what a program calls, the whole model or a part: they also tell where a use of it begins.
+
+    A discriminator and a generator in one model, an encoder that runs once and a decoder that runs often.
+    What runs inside of another begins no use, nor does what a checkpoint computes again in backward.
 
     Args:
-        windows, module, bindings, in_evaluation: as for `ModuleHooks`.
-        begin: called before the model runs.
+        hooks: of the module alone.
+        begin: called with the module and what it is given, before it runs.
         end: called after it, well or badly.
     """
 
     def __init__(
         self,
         hooks: ModuleHooks,
-        begin: Callable[[Sequence[object]], None],
+        begin: Callable[[nn.Module, Sequence[object]], None],
         end: Callable[[], None],
     ) -> None:
         super().__init__(hooks.windows, hooks.module, hooks.bindings)
@@ -375,17 +378,21 @@ class RootHooks(ModuleHooks):
         self._begin = begin
         self._end = end
 
+    @property
+    def _is_by_program(self) -> bool:
+        return self.windows.is_outermost and not is_in_backward()
+
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model begins to run."""
+        """The module begins to run."""
         self.windows.discard_interrupted(self.module)
-        if self.windows.is_outermost:
-            self._begin((*args, *kwargs.values()))
+        if self._is_by_program:
+            self._begin(self.module, (*args, *kwargs.values()))
         super().before(args, kwargs)
 
     def after(self) -> None:
-        """The model has run."""
+        """The module has run."""
         super().after()
-        if self.windows.is_outermost:
+        if self._is_by_program:
             self._end()
 
 
