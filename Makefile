@@ -12,7 +12,7 @@ PEERS_STAMP := $(PEERS)/.installed
 ARGS ?=
 # PyTorch knows the simulated accelerator for a whole process: what runs on it has one of its own.
 ON_ACCELERATORS := tests/gpu \
-  $(addprefix tests/training/test_,cached_lookups.py features.py gradients.py host_modules.py host_steps.py leaving_device.py loops.py optimizers.py row_optimizers.py unusual.py)
+  $(addprefix tests/training/test_,cached_lookups.py called_parts.py features.py gradients.py host_modules.py host_steps.py leaving_device.py loops.py optimizers.py row_optimizers.py unusual.py)
 SIMULATED := --simulate-accelerator tests/accelerator $(ON_ACCELERATORS) \
   tests/property/test_tables_on_device.py tests/stateful/test_device_rows_machine.py
 
