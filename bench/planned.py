@@ -149,13 +149,8 @@ class PlannedBytesRun:
 
 
 def _cell(model: PlannedModel, name: str, share: float, run: PlannedBytesRun) -> Cell:
-    """Train a cell, and compare its losses with those of plain training.
-
-    The device is filled to the brim.  Else it writes back early: how much depends on time, and two runs
-    differ.
-    """
-    placement = replace(rules_of(model, run.quotas, run.path), high={"device": 1.0})
-    with _trained(model, run.quotas, run.path, placement) as trainee:
+    """Train a cell, and compare its losses with those of plain training."""
+    with _trained(model, run.quotas, run.path) as trainee:
         while len(trainee.losses) < len(run.losses):
             trainee.step()
         trainee.settle()

@@ -397,7 +397,6 @@ def _moved(
     more: dict[str, object] = {"offload_cpu_size": quota_bytes, "offload_disk_size": 64 * MIB}
     if layout == "device":
         more = {"max_device_memory": quota_bytes + PROGRAM_BYTES, "offload_cpu_size": 64 * MIB}
-        more["placement"] = {"high": {"device": 1.0}}  # what is written back early depends on time
     config = config_of(layout, path, {**more, "device_options": {}})
     moved: list[tuple[int, int]] = []
     with offload(loop.model, loop.optimizers or None, config) as run:

@@ -27,24 +27,39 @@ from tierstore.training import offload
 from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.recording.recorder import StepRecorder
 
-STEPS, LEARNING = 6, 3  # the first step after two finds in host memory what was late in the second
+STEPS, LEARNING = 6, 2
 QUOTAS = {"mlp": ("240KB", "400KB"), "residual": ("200KB", "300KB"), "convolutions": ("200KB", "250KB")}
 
 
-@pytest.mark.parametrize(("name", "number"), [(name, number) for name in MODELS for number in (0, 1)])
-def test_simulated_steps_move_the_bytes_that_the_run_moves(name: str, number: int, tmp_path: Path) -> None:
+CELLS = [(name, number) for name in MODELS for number in (0, 1)]
+MORE_SIMULATED = [("mlp", 1), ("residual", 1)]
+"""Whose first step after learning steps the last bundle before its gradient leaves; simulated, it leaves."""
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "first"),
+    [
+        *[(*cell, LEARNING + 1) for cell in MORE_SIMULATED],
+        *[
+            pytest.param(*cell, LEARNING, marks=[pytest.mark.xfail(strict=True)] * (cell in MORE_SIMULATED))
+            for cell in CELLS
+        ],
+    ],
+)
+def test_simulated_steps_move_the_bytes_that_the_run_moves(
+    name: str, number: int, first: int, tmp_path: Path
+) -> None:
     trained, quota = MODELS[name](), QUOTAS[name][number]
     measured = []
-    late = {"high": {"device": 1.0}}  # what is written back early depends on time
-    with opened(trained, tmp_path, quota, placement=late) as run:
+    with opened(trained, tmp_path, quota) as run:
         for _ in range(STEPS):
             before = traffic(run)
             step(trained)
             measured.append(moved(before, traffic(run)))
         program = run.program()
         timeline = simulate(program, machine_of(run, quota), run.placement, steps=STEPS)
-    assert any(measured[LEARNING:])
-    assert [dict(each.moved_bytes) for each in timeline.steps[LEARNING:]] == measured[LEARNING:]
+    assert any(measured[first:])
+    assert [dict(each.moved_bytes) for each in timeline.steps[first:]] == measured[first:]
 
 
 def test_a_program_has_the_uses_that_the_store_was_asked_for(tmp_path: Path) -> None:
@@ -298,8 +313,7 @@ def _recorded(trained: Trained, tmp_path: Path, steps: int = 2) -> tuple[Timelin
     path = tmp_path / "trace.json"
     measured = []
     link = {"link_bandwidth": 50_000_000}
-    late = {"high": {"device": 1.0}}  # or something may still be on its way when the recording ends
-    with opened(trained, tmp_path / "store", "240KB", device_options=link, placement=late) as run:
+    with opened(trained, tmp_path / "store", "240KB", device_options=link) as run:
         for _ in range(3):
             step(trained)
         with run.record(path):

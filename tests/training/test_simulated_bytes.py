@@ -202,12 +202,10 @@ def test_bytes_of_other_quotas_are_predicted_from_what_one_run_had(
     watched = Watched(monkeypatch)
     quotas = [(800 * KIB, 16 * KIB * KIB), (600 * KIB, 16 * KIB * KIB)]
     peaks: dict[StepPhase, int] = {}
-    late = {"device": 1.0}  # what is written back early depends on time
-    placement = Placement(stashing=Stashing.WITHOUT_ROOM, ahead={"device": 0.25, "host": 0.25}, high=late)
+    placement = Placement(stashing=Stashing.WITHOUT_ROOM, ahead={"device": 0.25, "host": 0.25})
     for number, (device_bytes, host_bytes) in enumerate(quotas):
         quotas_of = {"max_device_memory": device_bytes, "offload_cpu_size": host_bytes}
-        config = {"device": "emulated", **quotas_of, "placement": {"high": late}}
-        real, _ = measured(config, tmp_path / str(number))
+        real, _ = measured({"device": "emulated", **quotas_of}, tmp_path / str(number))
         peaks = peaks or dict(watched.peaks)
         machine = machine_of(
             (device_bytes, host_bytes, 64 * KIB * KIB),

@@ -30,9 +30,7 @@ def orders_of(timeline: Timeline, number: int) -> Mapping[str, Sequence[str]]:
 @pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_copies_go_in_the_recorded_order(name: str, quota: str, tmp_path: Path) -> None:
     trained = MODELS[name]()
-    late = {"high": {"device": 1.0}}  # what is written back early depends on the time of everything
-    options = {"link_bandwidth": BANDWIDTH}
-    with opened(trained, tmp_path, quota, device_options=options, placement=late) as run:
+    with opened(trained, tmp_path, quota, device_options={"link_bandwidth": BANDWIDTH}) as run:
         for _ in range(BEFORE):
             step(trained)
         with run.store.recorded() as recording:
