@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.unit.device_shares import BUNDLE, PLENTY, TRAINED, Use, begin, share_of
 from tierstore.planning.deciding import (
     ALIGNMENT_BYTES,
     LEARNING_STEPS,
@@ -19,54 +18,10 @@ from tierstore.planning.deciding import (
     high_of,
 )
 
-BUNDLE, STATE, GRADIENT = 8192, 16384, 8192  # bytes of each of ten bundles
-TRAINED = TrainedBytes(
-    all_bytes=10 * (BUNDLE + STATE + GRADIENT),
-    gradient_bytes=10 * GRADIENT,
-    pinned_bytes=0,
-    largest_bytes=BUNDLE + STATE + GRADIENT,
-    largest_bundle_bytes=BUNDLE,
-)
-PLENTY = 1 << 40
-
-
-def _share(
-    limit_bytes: int, below_bytes: int = PLENTY, trained: TrainedBytes = TRAINED, staying_bytes: int = 0
-) -> DeviceShare:
-    share = DeviceShare(limit_bytes, trained, below_bytes, lambda: staying_bytes)
-    share.quota_bytes = share.own_bytes
-    return share
-
-
-@dataclass
-class Use:
-    """What one step of a program takes on the device."""
-
-    model_bytes: int
-    optimizer_bytes: int = 0
-    elements: int = 1
-    standing_bytes: int = 0
-    called: str | None = None
-    at_gradients_bytes: int = 0
-    whole_bytes: int = 0
-
-
-def _begin(share: DeviceShare, phase: StepPhase, use: Use) -> int | None:
-    """Begin a use of the model; return what the last one took, if it was too much."""
-    share.begin_use(phase, use.called)
-    if share.phase is not phase:
-        share.enter(phase, PhasePeak())
-    needed_bytes = share.too_much(phase, use.elements)
-    if needed_bytes is None:
-        share.expect_more(phase, use.elements)
-        if share.begin_learning(phase, use.elements):
-            share.note_standing(use.standing_bytes)
-    return needed_bytes
-
 
 def _step(share: DeviceShare, use: Use) -> int | None:
     """One step; returns as `_begin`."""
-    needed_bytes = _begin(share, StepPhase.MODEL, use)
+    needed_bytes = begin(share, StepPhase.MODEL, use)
     if needed_bytes is not None:
         return needed_bytes
     if share.is_learning:
@@ -82,7 +37,7 @@ def _step(share: DeviceShare, use: Use) -> int | None:
 def _own(share: DeviceShare, use: Use) -> dict[StepPhase, int]:
     """What the store's own is in the phases of another step."""
     found = {}
-    _begin(share, StepPhase.MODEL, use)
+    begin(share, StepPhase.MODEL, use)
     found[StepPhase.MODEL] = share.own_bytes
     share.enter(StepPhase.OPTIMIZER, PhasePeak(use.model_bytes))
     found[StepPhase.OPTIMIZER] = share.own_bytes
@@ -92,7 +47,7 @@ def _own(share: DeviceShare, use: Use) -> dict[StepPhase, int]:
 
 
 def test_nothing_is_the_stores_own_before_two_steps_were_measured() -> None:
-    share, use = _share(200_000), Use(50_000, 10_000)
+    share, use = share_of(200_000), Use(50_000, 10_000)
     seen = []
     for _ in range(4):
         seen.append((share.own_bytes, share.is_learning))  # what a step taught is known when the next begins
@@ -103,15 +58,15 @@ def test_nothing_is_the_stores_own_before_two_steps_were_measured() -> None:
 def test_what_finds_no_room_below_is_the_stores_own_from_the_beginning() -> None:
     below_bytes = TRAINED.all_bytes // 2
     ahead_bytes = TRAINED.largest_bytes + TRAINED.largest_bundle_bytes
-    share = _share(400_000, below_bytes)
+    share = share_of(400_000, below_bytes)
     assert share.own_bytes == TRAINED.all_bytes + ahead_bytes - below_bytes
-    assert _share(50_000, below_bytes).own_bytes == 50_000  # and never more than all
-    assert _share(33_000, TRAINED.all_bytes + 10_000).own_bytes == 23_000  # nor for steps that do not fit
+    assert share_of(50_000, below_bytes).own_bytes == 50_000  # and never more than all
+    assert share_of(33_000, TRAINED.all_bytes + 10_000).own_bytes == 23_000  # nor for steps that do not fit
 
 
 def test_what_is_pinned_is_the_stores_own_from_the_beginning() -> None:
     pinned = TrainedBytes(TRAINED.all_bytes, TRAINED.gradient_bytes, 3 * BUNDLE, 60_000, BUNDLE)
-    assert _share(400_000, PLENTY, pinned).own_bytes == 3 * BUNDLE
+    assert share_of(400_000, PLENTY, pinned).own_bytes == 3 * BUNDLE
 
 
 uses = st.builds(
@@ -128,7 +83,7 @@ uses = st.builds(
 def test_own_bytes_and_the_programs_peaks_are_within_the_budget_or_the_floor(
     use: Use, limit_bytes: int, below_bytes: int, staying_bytes: int
 ) -> None:
-    share = _share(limit_bytes, below_bytes, staying_bytes=staying_bytes)
+    share = share_of(limit_bytes, below_bytes, staying_bytes=staying_bytes)
     floor_bytes = share.own_bytes
     for _ in range(3):
         _step(share, use)
@@ -146,7 +101,7 @@ def test_own_bytes_and_the_programs_peaks_are_within_the_budget_or_the_floor(
 
 @given(uses, st.integers(60_000, 500_000), st.integers(0, 200_000))
 def test_a_larger_budget_leaves_no_less_to_the_store(use: Use, limit_bytes: int, more_bytes: int) -> None:
-    small, large = _share(limit_bytes), _share(limit_bytes + more_bytes)
+    small, large = share_of(limit_bytes), share_of(limit_bytes + more_bytes)
     for _ in range(3):
         _step(small, use)
         _step(large, use)
@@ -162,7 +117,7 @@ def test_gradients_are_the_programs_own_exactly_where_all_is_known_to_fit(use: U
     varying_bytes = use.model_bytes - min(use.standing_bytes, use.model_bytes)
     needed_bytes = TRAINED.all_bytes + use.model_bytes - varying_bytes + int(varying_bytes * 1.1)
     for limit_bytes, fits in ((needed_bytes, True), (needed_bytes - 1, False)):
-        share = _share(limit_bytes)
+        share = share_of(limit_bytes)
         for _ in range(3):
             assert not share.has_room_for_gradients
             _step(share, use)
@@ -181,7 +136,7 @@ def test_steps_in_backward_are_allowed_where_a_bundle_and_its_new_values_fit_bes
         (ahead_bytes + taken_bytes + 1, True),
         (ahead_bytes + taken_bytes - 1, False),
     ):
-        share = _share(limit_bytes)
+        share = share_of(limit_bytes)
         for _ in range(3):
             assert not share.allows_steps_in_backward
             _step(share, use)
@@ -189,18 +144,18 @@ def test_steps_in_backward_are_allowed_where_a_bundle_and_its_new_values_fit_bes
 
 
 def test_the_last_step_measured_counts_as_the_first_makes_state() -> None:
-    share = _share(380_000)
+    share = share_of(380_000)
     for model_bytes in (100_000, 50_000):
         _step(share, Use(model_bytes))
     assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000
 
 
 def test_room_for_gradients_is_left_where_they_are_the_programs_own() -> None:
-    share = _share(400_000, staying_bytes=7000)
+    share = share_of(400_000, staying_bytes=7000)
     for _ in range(2):
         _step(share, Use(50_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 55_000 - TRAINED.gradient_bytes
-    share = _share(380_000, staying_bytes=7000)
+    share = share_of(380_000, staying_bytes=7000)
     for _ in range(2):
         _step(share, Use(50_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000 - 7000
@@ -253,16 +208,16 @@ def _check_room_of(share: DeviceShare, model: int, said: float | None, *, has_st
 
 
 def test_a_peak_that_was_hidden_is_no_less_than_the_one_before() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     _step(share, Use(100_000))
-    _begin(share, StepPhase.MODEL, Use(0))
+    begin(share, StepPhase.MODEL, Use(0))
     share.enter(StepPhase.OPTIMIZER, PhasePeak(10_000, is_hidden=True))
     share.end_step()
     assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 110_000
 
 
 def test_larger_inputs_are_expected_to_take_more_in_proportion_and_are_measured_again() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     for _ in range(3):
         _step(share, Use(100_000, 20_000, elements=10))
     assert not share.is_learning
@@ -278,7 +233,7 @@ def test_larger_inputs_are_expected_to_take_more_in_proportion_and_are_measured_
 
 
 def test_smaller_inputs_teach_nothing_about_larger_ones() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     _step(share, Use(100_000, elements=10))
     for _ in range(4):
         _step(share, Use(1000, elements=5))
@@ -288,7 +243,7 @@ def test_smaller_inputs_teach_nothing_about_larger_ones() -> None:
 
 
 def test_a_smaller_step_in_between_does_not_lessen_what_larger_ones_are_expected_to_take() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     _step(share, Use(100_000, elements=10))
     _step(share, Use(1000, elements=5))
     share.begin_use(StepPhase.MODEL)
@@ -298,9 +253,9 @@ def test_a_smaller_step_in_between_does_not_lessen_what_larger_ones_are_expected
 
 
 def test_what_an_optimizer_takes_in_backward_comes_on_top_of_what_is_there_at_gradients() -> None:
-    share = _share(300_000)
+    share = share_of(300_000)
     for _ in range(2):
-        _begin(share, StepPhase.MODEL, Use(0))
+        begin(share, StepPhase.MODEL, Use(0))
         share.note_at_gradients(20_000)
         share.enter(StepPhase.OPTIMIZER, PhasePeak(20_000))
         share.begin_step(50_000)
@@ -311,21 +266,21 @@ def test_what_an_optimizer_takes_in_backward_comes_on_top_of_what_is_there_at_gr
 
 
 def test_what_was_there_at_gradients_is_that_of_the_last_step_measured() -> None:
-    share = _share(300_000)
+    share = share_of(300_000)
     for at_gradients_bytes in (90_000, 30_000):
         _step(share, Use(1000, at_gradients_bytes=at_gradients_bytes))
     assert _own(share, Use(1))[StepPhase.MODEL] == 300_000 - 33_000
 
 
 def test_what_the_whole_device_had_beyond_the_stores_quota_was_the_programs() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     for _ in range(2):
         _step(share, Use(10_000, whole_bytes=200_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 220_000
 
 
 def test_a_phase_that_had_more_than_the_budget_leaves_less_to_the_store_from_then_on() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     for _ in range(3):
         _step(share, Use(100_000))
     before = _own(share, Use(100_000))[StepPhase.MODEL]
@@ -340,14 +295,14 @@ def test_a_phase_that_had_more_than_the_budget_leaves_less_to_the_store_from_the
 
 
 def test_where_there_is_nothing_to_take_from_the_store_the_next_use_is_refused() -> None:
-    share = _share(60_000)
+    share = share_of(60_000)
     assert _step(share, Use(50_000, elements=10, whole_bytes=70_000)) is None
     assert _step(share, Use(50_000, elements=9)) is None  # smaller
     assert _step(share, Use(50_000, elements=10)) == 70_000
 
 
 def test_what_parts_take_that_are_called_apart_counts_for_its_most() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     judge, maker = Use(200_000, 20_000, called="judge"), Use(50_000, 40_000, called="maker")
     for use in (judge, maker, maker):
         _step(share, use)
@@ -358,7 +313,7 @@ def test_what_parts_take_that_are_called_apart_counts_for_its_most() -> None:
 
 @pytest.mark.parametrize("elements", [10, 30])
 def test_a_part_that_was_not_measured_leaves_the_store_nothing_until_it_was(elements: int) -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     judge, maker = Use(50_000, elements=20, called="judge"), Use(200_000, elements=elements, called="maker")
     for _ in range(3):
         _step(share, judge)
@@ -370,7 +325,7 @@ def test_a_part_that_was_not_measured_leaves_the_store_nothing_until_it_was(elem
 
 
 def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of_another_are() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     encoder, decoder = (
         Use(100_000, elements=1000, called="encoder"),
         Use(50_000, elements=10, called="decoder"),
@@ -379,7 +334,7 @@ def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of
         _evaluate(share, use)
     assert not _evaluate(share, Use(0, elements=11, called="decoder"))  # little larger
     assert share.own_bytes == 400_000 - 110_000
-    _begin(share, StepPhase.EVALUATION, Use(0, elements=20, called="decoder"))
+    begin(share, StepPhase.EVALUATION, Use(0, elements=20, called="decoder"))
     assert (share.own_bytes, share.is_learning) == (0, True)
     share.end_evaluation(PhasePeak(150_000), is_whole=True)
     assert share.own_bytes == 400_000 - 165_000
@@ -387,14 +342,14 @@ def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of
 
 @pytest.mark.parametrize("elements", [10, 5])
 def test_a_part_whose_first_evaluation_failed_is_measured_in_the_next(elements: int) -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     encoder = Use(100_000, called="encoder")
     _evaluate(share, encoder)
     _evaluate(share, Use(50_000, elements=10, called="decoder"), is_whole=False)
     _evaluate(share, encoder)
     assert share.own_bytes == 400_000 - 110_000
     decoder = Use(200_000, elements=elements, called="decoder")
-    _begin(share, StepPhase.EVALUATION, decoder)
+    begin(share, StepPhase.EVALUATION, decoder)
     assert (share.own_bytes, share.is_learning) == (0, True)
     share.end_evaluation(PhasePeak(200_000), is_whole=True)
     assert share.own_bytes == 400_000 - 220_000
@@ -402,18 +357,18 @@ def test_a_part_whose_first_evaluation_failed_is_measured_in_the_next(elements: 
 
 
 def test_inputs_of_one_part_that_were_too_large_are_not_held_against_another() -> None:
-    share = _share(60_000)
+    share = share_of(60_000)
     _step(share, Use(50_000, elements=10, whole_bytes=70_000, called="judge"))
     assert _step(share, Use(50_000, elements=20, called="maker")) is None
     assert _step(share, Use(50_000, elements=10, called="judge")) == 70_000
 
 
 def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     for _ in range(3):
         _step(share, Use(100_000))
     share.enter(StepPhase.OPTIMIZER, PhasePeak())
-    _begin(share, StepPhase.EVALUATION, Use(0))
+    begin(share, StepPhase.EVALUATION, Use(0))
     assert share.around_evaluation is StepPhase.OPTIMIZER
     assert share.learns_from(StepPhase.EVALUATION)
     assert not share.learns_from(StepPhase.MODEL)
@@ -426,18 +381,18 @@ def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None
 
 def _evaluate(share: DeviceShare, use: Use, *, is_whole: bool = True) -> bool:
     """One evaluation; return whether it was learned from."""
-    _begin(share, StepPhase.EVALUATION, use)
+    begin(share, StepPhase.EVALUATION, use)
     is_learned = share.end_evaluation(PhasePeak(use.model_bytes), is_whole=is_whole)
     share.enter(share.around_evaluation, PhasePeak())
     return is_learned
 
 
 def test_what_one_evaluation_leaves_is_the_stores_own_until_a_step_was_measured() -> None:
-    share = _share(200_000)
+    share = share_of(200_000)
     learned = [_evaluate(share, Use(50_000)) for _ in range(3)]
     assert learned == [True, False, False]
     assert (share.phase, share.own_bytes) == (StepPhase.BETWEEN, 200_000 - 55_000)
-    _begin(share, StepPhase.MODEL, Use(0))
+    begin(share, StepPhase.MODEL, Use(0))
     assert share.own_bytes == 0  # a first step takes the same bytes whatever there was before
     for _ in range(3):
         _step(share, Use(100_000))
@@ -446,7 +401,7 @@ def test_what_one_evaluation_leaves_is_the_stores_own_until_a_step_was_measured(
 
 
 def test_an_evaluation_between_the_first_two_steps_gives_the_store_nothing_in_steps() -> None:
-    share = _share(400_000)
+    share = share_of(400_000)
     _step(share, Use(100_000))
     for _ in range(2):
         _evaluate(share, Use(50_000))
@@ -459,7 +414,7 @@ def test_an_evaluation_between_the_first_two_steps_gives_the_store_nothing_in_st
 
 
 def test_of_an_evaluation_that_failed_nothing_is_learned() -> None:
-    share = _share(200_000)
+    share = share_of(200_000)
     assert _evaluate(share, Use(10_000), is_whole=False)
     assert (share.own_bytes, share.is_learning) == (0, False)
     assert _evaluate(share, Use(50_000))
@@ -471,7 +426,7 @@ def test_inputs_that_grow_little_by_little_are_measured_when_a_tenth_has_come_to
     elements: int, growth: list[int]
 ) -> None:
     """As tokens are generated; what is not measured is taken to grow with the inputs."""
-    share = _share(1 << 40)
+    share = share_of(1 << 40)
     per_element = 1000
     _evaluate(share, Use(elements * per_element, elements=elements))
     measured = elements
@@ -484,7 +439,7 @@ def test_inputs_that_grow_little_by_little_are_measured_when_a_tenth_has_come_to
 
 
 def test_leases_that_need_more_than_the_stores_own_are_given_it_and_the_program_is_measured_again() -> None:
-    share, use = _share(100_000), Use(90_000)
+    share, use = share_of(100_000), Use(90_000)
     for _ in range(4):
         assert share.is_to_prepare == (_ < 3)
         _step(share, use)
@@ -501,7 +456,7 @@ def test_leases_that_need_more_than_the_stores_own_are_given_it_and_the_program_
 def test_what_is_given_for_leases_is_never_more_than_the_program_leaves(
     needed_bytes: int, leased_bytes: int, live_bytes: int, quota_bytes: int
 ) -> None:
-    share = _share(200_000)
+    share = share_of(200_000)
     share.quota_bytes = quota_bytes
     given_bytes = share.grow(needed_bytes, leased_bytes, live_bytes)
     rounded_bytes = -(-needed_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -512,7 +467,7 @@ def test_what_is_given_for_leases_is_never_more_than_the_program_leaves(
 
 
 def test_what_was_given_goes_back_as_far_as_it_is_not_leased() -> None:
-    share = _share(200_000)
+    share = share_of(200_000)
     own_bytes = share.own_bytes
     for quota_bytes in (own_bytes, 50_000):
         share.quota_bytes = quota_bytes
@@ -524,8 +479,8 @@ def test_what_was_given_goes_back_as_far_as_it_is_not_leased() -> None:
 @pytest.mark.parametrize("phase", [StepPhase.MODEL, StepPhase.EVALUATION])
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_nothing_is_measured_of_a_run_that_ends(phase: StepPhase, *, is_stopped: bool) -> None:
-    share = _share(200_000)
-    _begin(share, phase, Use(0))
+    share = share_of(200_000)
+    begin(share, phase, Use(0))
     if is_stopped:
         share.stop_learning()
     assert (share.is_learning, share.is_measuring) == (not is_stopped, not is_stopped)
@@ -539,7 +494,7 @@ class ShareMachine(RuleBasedStateMachine):
 
     @initialize(limit_bytes=st.integers(60_000, 500_000), below_bytes=st.integers(0, 500_000))
     def begin(self, limit_bytes: int, below_bytes: int) -> None:
-        self.share = _share(limit_bytes, below_bytes)
+        self.share = share_of(limit_bytes, below_bytes)
         self.limit_bytes = limit_bytes
         self.floor_bytes = self.share.own_bytes
 
@@ -549,7 +504,7 @@ class ShareMachine(RuleBasedStateMachine):
         called=st.sampled_from([None, "part"]),
     )
     def use(self, phase: StepPhase, elements: int, called: str | None) -> None:
-        _begin(self.share, phase, Use(0, elements=elements, standing_bytes=elements, called=called))
+        begin(self.share, phase, Use(0, elements=elements, standing_bytes=elements, called=called))
 
     @rule(
         phase=st.sampled_from(StepPhase),

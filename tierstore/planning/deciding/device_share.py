@@ -13,7 +13,8 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    they end, and the program is measured in every step.
 4. Evaluations are measured apart from steps, and one is enough, as it makes no state.  Between two uses the
    store has what it has in a step; where none was measured yet, what it has in an evaluation: what fits
-   then stays from one forward pass to the next.
+   then stays from one forward pass to the next.  In the first one it has half of the device already, as
+   long as that is several times what the program took so far: what leaves costs nothing but to come again.
 5. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
 6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a little
@@ -36,8 +37,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tierstore.planning.deciding.lessons import MARGIN, CalledPart, Lesson
 from tierstore.units import align_up
 
 ALIGNMENT_BYTES = 512
@@ -45,16 +47,14 @@ ALIGNMENT_BYTES = 512
 
 LEARNING_STEPS = 2
 _LEARNING_EVALUATIONS = 1
-MARGIN = 1.1
-"""Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
-
 _FREE = 0.25
 """The most of the store's own that is written back early."""
 _FREE_BUNDLES = 1.25
 """How many of the largest bundles, with gradients and state, there is room for in it."""
 
-_LITTLE_LARGER = MARGIN
-"""Inputs so many times as large need no measuring: what grows with their square is within the margin, too."""
+_GUESSED = 4
+"""How many times what a first evaluation took so far it may take later, if each layer were as wide as
+the widest: what an operator is given, what it makes, and both again in a wider type."""
 
 
 class StepPhase(enum.Enum):
@@ -78,6 +78,7 @@ class TrainedBytes:
         pinned_bytes: what always stays on the device.
         largest_bytes: what has to be there together to train the largest bundle, with all that is pinned.
         largest_bundle_bytes: the parameters of the largest bundle.
+        widening: the most numbers that a matrix makes of each it is given.
     """
 
     all_bytes: int
@@ -85,6 +86,7 @@ class TrainedBytes:
     pinned_bytes: int
     largest_bytes: int
     largest_bundle_bytes: int
+    widening: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,48 +102,6 @@ class PhasePeak:
     program_bytes: int = 0
     is_hidden: bool = False
     whole_bytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _CalledPart:
-    """What is known of the inputs of a model, or of a part that the program calls."""
-
-    seen_elements: int = -1  # of the largest inputs so far
-    measured_elements: int = -1  # of the largest ones that were measured
-    elements: int = 0  # of the last inputs
-    too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
-    needed_bytes: int = 0  # by them
-
-    def has_grown(self, elements: int) -> bool:
-        """Say whether what is made of such inputs may be more than what was measured, and its margin."""
-        return elements > self.measured_elements * _LITTLE_LARGER
-
-
-@dataclass(slots=True)
-class _Lesson:
-    """How much of one kind of use is known: of steps, or of evaluations."""
-
-    uses_to_learn_from: int
-    steps_to_learn: int = 0
-    is_known: bool = False  # whether the store's own is what such uses leave
-    parts: dict[Hashable, _CalledPart] = field(default_factory=dict)  # that were called
-    part: _CalledPart = field(default_factory=_CalledPart)  # that was called last
-
-    def __post_init__(self) -> None:
-        self.learn_again()
-
-    @property
-    def has_several(self) -> bool:
-        """Whether the program calls several parts."""
-        return len(self.parts) > 1
-
-    def begin(self, called: Hashable) -> None:
-        """The model, or a part of it, is called."""
-        self.part = self.parts.setdefault(called, _CalledPart())
-
-    def learn_again(self) -> None:
-        """What is known is of other inputs."""
-        self.steps_to_learn = self.uses_to_learn_from
 
 
 class DeviceShare:
@@ -193,13 +153,14 @@ class DeviceShare:
         self._before_step_bytes = 0
         self._around_evaluation = StepPhase.BETWEEN
         self._lessons = {
-            StepPhase.MODEL: _Lesson(LEARNING_STEPS),
-            StepPhase.EVALUATION: _Lesson(_LEARNING_EVALUATIONS),
+            StepPhase.MODEL: Lesson(LEARNING_STEPS),
+            StepPhase.EVALUATION: Lesson(_LEARNING_EVALUATIONS),
         }
-        self._learning: _Lesson | None = None
-        self._elements: dict[_CalledPart, int] = {}  # the most of inputs in the use that is learned from
+        self._learning: Lesson | None = None
+        self._elements: dict[CalledPart, int] = {}  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
         self._staying_bytes = staying_bytes
+        self._may_guess = True
 
     # --- a use of the model ---------------------------------------------------------------------
 
@@ -281,6 +242,26 @@ class DeviceShare:
         self._has_ended |= is_learned
         return is_learned
 
+    @property
+    def is_guessing(self) -> bool:
+        """Whether it is the first evaluation: `guess` is asked whenever leases begin or have ended."""
+        if not self._may_guess or StepPhase.EVALUATION in self._program:
+            return False
+        return self.phase is StepPhase.EVALUATION and self.learns_from(StepPhase.EVALUATION)
+
+    def guess(self, peak_bytes: int) -> None:
+        """Let the store keep, in a first evaluation, what its program will hardly take.
+
+        Args:
+            peak_bytes: what the program took in it so far, at most.
+        """
+        standing_bytes = min(self._standing_bytes, peak_bytes)
+        free_bytes = self._limit_bytes - standing_bytes
+        later_bytes = int((peak_bytes - standing_bytes) * _GUESSED * self._trained.widening)
+        self._own[StepPhase.EVALUATION] = max(
+            self._floor_bytes, free_bytes - max(free_bytes // 2, later_bytes)
+        )
+
     def end_evaluation(self, peak: PhasePeak, *, is_whole: bool) -> bool:
         """The model has run for itself; what it took is known at once.  Another phase is to be entered.
 
@@ -300,6 +281,9 @@ class DeviceShare:
         else:
             self._learning, self._has_ended = None, False
             self._seen.clear()
+            if self._may_guess and StepPhase.EVALUATION not in self._program:
+                self._may_guess = False  # what was kept may have been in the way
+                self._own[StepPhase.EVALUATION] = self._floor_bytes
         return True
 
     def stop_learning(self) -> None:
@@ -348,7 +332,8 @@ class DeviceShare:
         former_bytes = self._program.get(phase, 0) if peak.is_hidden else 0
         # The store had no more than its quota; what kernels take for themselves nobody else tells.
         quota_bytes = max(self._own[phase], self._leased[phase])
-        peak_bytes = max(peak.program_bytes, former_bytes, peak.whole_bytes - quota_bytes)
+        beside_bytes = 0 if self.is_guessing else peak.whole_bytes - quota_bytes  # a guess has changed
+        peak_bytes = max(peak.program_bytes, former_bytes, beside_bytes)
         self._seen[phase] = max(self._seen.get(phase, 0), peak_bytes)
         if phase is StepPhase.OPTIMIZER:
             self._step_bytes = max(self._step_bytes, peak_bytes - self._before_step_bytes)
@@ -356,7 +341,7 @@ class DeviceShare:
     def _note_excess(self, excess_bytes: int) -> None:
         """Where the phase that ends had more than the budget, let the store have less from now on."""
         phase = self.phase
-        if excess_bytes <= 0 or phase is StepPhase.BETWEEN:
+        if excess_bytes <= 0 or phase is StepPhase.BETWEEN or self.is_guessing:
             return
         if self._own[phase] > self._floor_bytes:
             self._unseen[phase] += max(excess_bytes, self._unseen[phase])
@@ -478,7 +463,7 @@ class DeviceShare:
         self._leased[self.phase] = max(self._leased[self.phase], quota_bytes)
         if quota_bytes + live_bytes > self._limit_bytes:
             return None
-        return max(self.quota_bytes, quota_bytes)
+        return max(self.quota_bytes, quota_bytes, self.own_bytes)
 
     @property
     def has_more_than_own(self) -> bool:

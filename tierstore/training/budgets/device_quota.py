@@ -229,6 +229,7 @@ class DeviceQuota:
             CapacityError: the program uses what would be given.
         """
         with self._lock:
+            self._guess()
             leased_bytes, live_bytes = self._leased_bytes(), self._meter.live_bytes()
             quota_bytes = self._share.grow(needed_bytes, leased_bytes, live_bytes)
             if quota_bytes is None:
@@ -248,6 +249,10 @@ class DeviceQuota:
             free_bytes=max(0, self._limit_bytes - leased_bytes - live_bytes),
         )
 
+    def _guess(self) -> None:
+        if self._share.is_guessing:
+            self._share.guess(self._meter.most_bytes())
+
     def settle(self) -> None:
         """Take back what was given to the store for leases that have ended.
 
@@ -257,6 +262,7 @@ class DeviceQuota:
             CapacityError: it is.
         """
         with self._lock:
+            self._guess()
             while self._share.has_more_than_own:
                 leased_bytes = self._leased_bytes()
                 try:
@@ -280,4 +286,5 @@ def trained_bytes(sets: Sequence[WorkingSet]) -> TrainedBytes:
         pinned_bytes=sum(each.pinned_bytes for each in sets),
         largest_bytes=largest_bytes,
         largest_bundle_bytes=max(each.bundle_bytes for each in sets),
+        widening=max(each.widening for each in sets),
     )

@@ -65,6 +65,13 @@ class Meter(Protocol):
         """Return the most bytes at one moment since the last time this was asked."""
         ...
 
+    def most_bytes(self) -> int:
+        """Return the most since `take_peak` was asked, where what the store has changes no more meanwhile.
+
+        So it is asked whenever that may change.  What `take_peak` returns is the same whether it is or not.
+        """
+        ...
+
     def take_moment(self) -> tuple[int | None, int | None]:
         """Return what there is now, and the most since this was asked last; ``None``: it is not known.
 
@@ -169,6 +176,11 @@ class EmulatedMeter:
         peak_bytes = max(self._former_peak_bytes, self._take_peak())
         self._former_peak_bytes = 0
         return peak_bytes
+
+    def most_bytes(self) -> int:
+        """See `Meter.most_bytes`."""
+        self._counting.settle()
+        return max(self._former_peak_bytes, self._counting.peak_bytes)
 
     def take_moment(self) -> tuple[int | None, int | None]:
         """See `Meter.take_moment`."""
@@ -459,6 +471,13 @@ class AllocatorMeter:
         self._stop_counting()
         self._restart()
         return most_bytes
+
+    def most_bytes(self) -> int:
+        """See `Meter.most_bytes`: what the store has now counts for the peaks that follow."""
+        self.look()
+        self._former_peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        self._least_stored_bytes = self._stored_bytes()
+        return self._most_bytes
 
     def take_whole_peak(self) -> int | None:
         """See `Meter.take_whole_peak`: it is known if the allocator's is higher than before, or was reset."""

@@ -59,6 +59,7 @@ class WorkingSet:
         gradients: the bytes of each gradient.
         pinned_bytes: of its tensors, where they stay on the device.
         is_buffer: whether it is a buffer: nobody trains it.
+        widening: the most numbers that a matrix among its tensors makes of each it is given.
     """
 
     name: str
@@ -67,6 +68,7 @@ class WorkingSet:
     gradients: tuple[int, ...] = ()
     pinned_bytes: int = 0
     is_buffer: bool = False
+    widening: float = 1.0
 
     @property
     def together_bytes(self) -> int:

@@ -1,0 +1,55 @@
+"""What a store keeps on a device in a first evaluation, of which nothing was measured yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.device_shares import TRAINED, Use, begin, share_of
+from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase
+
+
+def _guessed(share: DeviceShare, standing_bytes: int, peaks: list[int]) -> list[int]:
+    """What is the store's own in a first evaluation, after each peak of it."""
+    begin(share, StepPhase.EVALUATION, Use(0, standing_bytes=standing_bytes))
+    found = []
+    for peak_bytes in peaks:
+        assert share.is_guessing
+        share.guess(peak_bytes)
+        found.append(share.own_bytes)
+    return found
+
+
+@pytest.mark.parametrize("widening", [1.0, 16.0])
+def test_a_first_evaluation_has_half_of_the_device_or_what_wider_layers_leave(widening: float) -> None:
+    share = share_of(1_024_000, trained=replace(TRAINED, widening=widening))
+    turning = int(512_000 / 4 / widening)
+    own = _guessed(share, 0, [0, turning, turning + 1000, 2 * turning])
+    assert own == [512_000, 512_000, 512_000 - 4000 * widening, 0]
+
+
+@given(st.integers(0, 400_000), st.lists(st.integers(0, 500_000), min_size=1), st.floats(1, 100))
+def test_a_guess_and_what_the_program_has_are_within_the_budget(
+    standing_bytes: int, peaks: list[int], widening: float
+) -> None:
+    limit_bytes = 500_000
+    share = share_of(limit_bytes, trained=replace(TRAINED, widening=widening))
+    for own_bytes, peak_bytes in zip(_guessed(share, standing_bytes, peaks), peaks, strict=True):
+        assert own_bytes == 0 or own_bytes + peak_bytes <= limit_bytes
+        standing = min(standing_bytes, peak_bytes)
+        assert own_bytes <= (limit_bytes - standing + 1) // 2
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_guess_ends_with_its_evaluation(*, is_whole: bool) -> None:
+    share = share_of(1_000_000)
+    _guessed(share, 0, [10_000])
+    share.end_evaluation(PhasePeak(10_000, whole_bytes=2_000_000), is_whole=is_whole)
+    share.enter(share.around_evaluation, PhasePeak())
+    assert share.own_bytes == (1_000_000 - 11_000 if is_whole else 0)  # a wrong guess is no unseen byte
+    begin(share, StepPhase.EVALUATION, Use(0))
+    assert not share.is_guessing  # what it kept may have been what made the other one fail
+    assert share.is_learning is not is_whole
