@@ -21,17 +21,17 @@ import torch
 from tierstore import trace_ranges
 from tierstore.accounts import collect, moving, rooms
 from tierstore.callers import opening
-from tierstore.config import StoreConfig, TierConfig
+from tierstore.config import StoreConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
-from tierstore.core.model import Plan, Tier
+from tierstore.core.model import Plan
 from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.executor import Opening
 from tierstore.engine.gc_pause import no_collections
 from tierstore.engine.holds import Hold
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import ConfigError, TierStoreError, UsageError
+from tierstore.errors import TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.metrics import Number, as_metrics
 from tierstore.part_reader import PartReader
@@ -41,7 +41,7 @@ from tierstore.spi import Backend, Medium, device_storage_listeners
 from tierstore.stats import MovingCopy, RoomInTier, StoreStats
 from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
-from tierstore.tier_backends import TierBackend, open_all
+from tierstore.tier_backends import TierBackend, open_all, tiers_of
 
 log = logging.getLogger("tierstore")
 
@@ -80,8 +80,7 @@ class Store:
 
     def _start(self, config: StoreConfig, opened: Sequence[TierBackend]) -> None:
         backends = [each.backend for each in opened]
-        tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
-        _check_durable(tiers)
+        tiers = tiers_of(config.tiers, backends)
         self.tier_names = tuple(tier.name for tier in tiers)
         self.is_durable = any(tier.is_durable for tier in tiers)
         ledger = Ledger(tiers, POLICIES[config.eviction])
@@ -106,7 +105,15 @@ class Store:
 
     # --- bytes in and out ---------------------------------------------------------------------
 
-    def put(self, key: str, tensor: torch.Tensor, *, tier: str | None = None, replace: bool = False) -> None:
+    def put(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        tier: str | None = None,
+        replace: bool = False,
+        adopt: bool = False,
+    ) -> None:
         """Copy ``tensor`` in under ``key``; the caller's tensor is not kept.  Blocks.
 
         Args:
@@ -115,6 +122,8 @@ class Store:
             tier: where to; None: the fastest tier that can take it, evicting by policy, and never
                 blocked by leases (then a lower one).
             replace: replace an existing key's bytes; readers see the old or the new.
+            adopt: whether the tensor's memory may be the bytes, without a copy, where it goes to the fastest
+                tier and that takes it as it lies (see `adopt`): nobody may write to it from then on.
 
         Raises:
             UsageError: not storable, not a key, no such tier.
@@ -129,8 +138,12 @@ class Store:
         def fill(room: Opening) -> None:
             self._tensor_io.fill(room, tensor.detach(), spec)
 
+        memory: torch.Tensor | None = None
+        if adopt and self.can_adopt and tensor.device == self.device and is_whole(tensor, spec):
+            with torch.no_grad():
+                memory = bytes_of(tensor.detach())
         number = self._engine.number()
-        self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill)
+        self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill, memory)
 
     @property
     def can_adopt(self) -> bool:
@@ -563,31 +576,6 @@ class Store:
         if tier == FASTEST:
             return 0
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
-
-
-def _check_durable(tiers: Sequence[Tier]) -> None:
-    """Raise ``ConfigError`` if the store could not keep what it promises."""
-    durable = [tier.name for tier in tiers if tier.is_durable]
-    if len(durable) > 1:
-        raise ConfigError(
-            f"StoreConfig: one tier of a store can be durable, not {', '.join(durable)}: a flush is one step "
-            "on one medium"
-        )
-
-
-def _tier(config: TierConfig, backend: Backend) -> Tier:
-    capabilities = backend.capabilities
-    return Tier(
-        name=config.name,
-        capacity_bytes=config.capacity_bytes,
-        high_bytes=config.high_bytes,
-        low_bytes=config.low_bytes,
-        alignment_bytes=capabilities.alignment_bytes,
-        is_durable=capabilities.is_durable,
-        is_host=capabilities.medium is Medium.HOST,
-        is_storage=capabilities.medium is Medium.STORAGE,
-        setting=config.setting,
-    )
 
 
 def _nbytes(ledger: Ledger, keys: Sequence[str]) -> int:

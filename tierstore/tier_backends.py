@@ -10,9 +10,10 @@ from typing import cast
 
 from tierstore.codec import Compressed, with_codec
 from tierstore.config import TierConfig
+from tierstore.core.model import Tier
 from tierstore.engine.registry import open_backend
 from tierstore.errors import ConfigError, UsageError
-from tierstore.spi import Backend, Record, broken_promise
+from tierstore.spi import Backend, Medium, Record, broken_promise
 from tierstore.wrappers.configured import split_options, wrap
 from tierstore.wrappers.kinds import TierWrapper
 
@@ -76,3 +77,34 @@ def _open(tier: TierConfig, name: str, options: Mapping[str, object]) -> Backend
         for _ in range(2):  # what has a finalizer goes first, and then what only that has kept
             gc.collect()
     return open_backend(name, capacity_bytes=tier.capacity_bytes, options=options)
+
+
+def tiers_of(configs: Sequence[TierConfig], backends: Sequence[Backend]) -> list[Tier]:
+    """Return what the books are told of tiers.
+
+    Raises:
+        ConfigError: a store of them could not keep what it promises.
+    """
+    tiers = [_tier(config, backend) for config, backend in zip(configs, backends, strict=True)]
+    durable = [tier.name for tier in tiers if tier.is_durable]
+    if len(durable) > 1:
+        raise ConfigError(
+            f"StoreConfig: one tier of a store can be durable, not {', '.join(durable)}: a flush is one step "
+            "on one medium"
+        )
+    return tiers
+
+
+def _tier(config: TierConfig, backend: Backend) -> Tier:
+    capabilities = backend.capabilities
+    return Tier(
+        name=config.name,
+        capacity_bytes=config.capacity_bytes,
+        high_bytes=config.high_bytes,
+        low_bytes=config.low_bytes,
+        alignment_bytes=capabilities.alignment_bytes,
+        is_durable=capabilities.is_durable,
+        is_host=capabilities.medium is Medium.HOST,
+        is_storage=capabilities.medium is Medium.STORAGE,
+        setting=config.setting,
+    )

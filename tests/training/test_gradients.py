@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,11 @@ from tests.training.twins import (
     with_copies,
     with_device,
 )
+from tierstore.engine.executor import Opening
 from tierstore.errors import UsageError
+from tierstore.store import Store
+from tierstore.tensor_io import TensorIo
+from tierstore.tensors import TensorSpec
 from tierstore.training import offload
 
 # A graph of gradients keeps all parameters, as aliases that no hook sees.
@@ -399,3 +404,58 @@ def test_a_weight_that_a_pass_with_a_graph_has_saved_may_not_change(tmp_path: Pa
             torch.autograd.grad(gradient.square().sum(), seed)
 
     assert_same(build_blocks, loop, "host", tmp_path)
+
+
+def _fills_on_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return what is copied to where a device's room was made for it, from now on."""
+    filled: list[Tensor] = []
+    fill = TensorIo.fill
+
+    def counted(self: TensorIo, room: Opening, tensor: Tensor, spec: TensorSpec) -> None:
+        if room.tier == 0:
+            filled.append(tensor)
+        fill(self, room, tensor, spec)
+
+    monkeypatch.setattr(TensorIo, "fill", counted)
+    return filled
+
+
+def test_gradients_come_to_a_device_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (optimizer,) = build_blocks()
+    with offload(model, optimizer, config_of("device", tmp_path)) as run:
+        for _ in range(3):  # everything is measured
+            loss_of(model, *batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        filled = _fills_on_the_device(monkeypatch)
+        loss_of(model, *batch()).backward()
+        assert any("device" in run.store.where(key) for key in run.store if key.startswith("grad/"))
+    assert not filled
+
+
+def test_a_gradient_in_memory_of_somebody_else_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array of numpy's refers to it, which nobody can see."""
+    adopted: dict[str, bool] = {}
+    put = Store.put
+
+    def watched(self: Store, key: str, tensor: Tensor, *, adopt: bool = False, **how: str | None) -> None:
+        adopted[key] = adopt
+        put(self, key, tensor, adopt=adopt, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "put", watched)
+    model, (optimizer,) = build_blocks()
+    extra = nn.Parameter(torch.ones(1024))
+    model.register_parameter("extra", extra)
+    optimizer.add_param_group({"params": [extra]})
+    memory = np.ones(1024 + 16, dtype=np.float32)
+    begin = -memory.ctypes.data % 64 // 4  # as PyTorch's own memory, or it is copied anyway
+    array = memory[begin : begin + 1024]
+    extra.grad = torch.from_numpy(array)
+    with offload(model, optimizer, config_of("device", tmp_path)):
+        loss_of(model, *batch()).backward()
+        optimizer.step()
+    gradients = {key: how for key, how in adopted.items() if key.startswith("grad/")}
+    assert [key for key, how in gradients.items() if not how] == ["grad/extra"]
+    assert len(gradients) > 1

@@ -244,3 +244,91 @@ def test_who_watches_the_device_is_told_what_it_allocates_and_adopts_until_it_le
         leave()
         store.put("later", _tensor(1, 1000), tier="device")
     assert seen == [1000, 2000]
+
+
+# ---------------------------------------------------------------------- puts that may adopt
+
+
+def test_a_put_may_take_the_memory_itself(store: ts.Store) -> None:
+    tensor = _tensor(3)
+    store.put("k", tensor, adopt=True)
+    with store.lease("k") as lease:
+        assert lease.tensor.data_ptr() == tensor.data_ptr()
+    store.put("j", tensor)
+    with store.lease("j") as lease:
+        assert lease.tensor.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_put_to_a_lower_tier_copies(store: ts.Store, tier: str) -> None:
+    tensor = _tensor(3)
+    store.put("k", tensor, tier=tier, adopt=True)
+    assert store.where("k") == (tier,)
+    tensor.fill_(4)
+    assert torch.equal(store.get("k"), _tensor(3))
+
+
+def test_a_put_for_which_the_fastest_tier_has_no_room_is_a_copy_below(store: ts.Store) -> None:
+    store.put("a", _tensor(1))
+    store.put("b", _tensor(2))
+    tensor = _tensor(3)
+    with store.lease("a", "b"):
+        store.put("k", tensor, adopt=True)
+        assert store.where("k") == ("host",)
+    tensor.fill_(4)
+    assert torch.equal(store.get("k"), _tensor(3))
+
+
+def test_what_replaces_a_key_s_bytes_may_be_adopted(store: ts.Store, device: EmulatedDevice) -> None:
+    store.put("k", _tensor(1))
+    with store.lease("k") as former:
+        tensor = _tensor(2)
+        with pytest.raises(ts.KeyExists):
+            store.put("k", tensor, adopt=True)
+        store.put("k", tensor, replace=True, adopt=True)
+        assert torch.equal(former.tensor, _tensor(1))
+    with store.lease("k") as lease:
+        assert lease.tensor.data_ptr() == tensor.data_ptr()
+    assert device.used_bytes == _TENSOR
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(10.0)[1:],
+        torch.arange(10.0)[:9],
+        torch.arange(16.0).view(4, 4)[:, :2],
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.zeros(0),
+    ],
+    ids=["begins-later", "ends-earlier", "has-gaps", "conjugate", "empty"],
+)
+def test_a_put_copies_what_is_not_a_whole_storage(store: ts.Store, tensor: torch.Tensor) -> None:
+    expected = tensor.clone()
+    store.put("k", tensor, adopt=True)
+    assert torch.equal(store.get("k"), expected)
+
+
+def test_a_put_copies_into_a_tier_with_memory_of_its_own() -> None:
+    with make_store(4 * _TENSOR, 4 * _TENSOR) as store:
+        tensor = _tensor(1)
+        store.put("k", tensor, adopt=True)
+        tensor.fill_(2)
+        assert torch.equal(store.get("k"), _tensor(1))
+
+
+def test_a_put_that_finds_no_room_anywhere_leaves_the_tensor_to_the_caller() -> None:
+    device = EmulatedDevice(2 * _TENSOR)
+    host = Faulty(open_backend(capacity_bytes=_TENSOR, options={}), fail_at=from_nth_on(1))
+    tiers = [ts.TierConfig("device", device, 2 * _TENSOR), ts.TierConfig("host", host, _TENSOR)]
+    with ts.Store(ts.StoreConfig(tiers)) as store:
+        store.put("a", _tensor(1), adopt=True)
+        store.put("b", _tensor(2), adopt=True)
+        tensor = _tensor(3)
+        for _ in range(2):
+            with pytest.raises(ts.TierStoreError):
+                store.put("k", tensor, adopt=True)
+        assert "k" not in store
+        assert torch.equal(tensor, _tensor(3))
+        assert torch.equal(store.get("a"), _tensor(1))
+        assert device.used_bytes == 2 * _TENSOR

@@ -139,28 +139,37 @@ class Engine:
             raise
 
     @uninterrupted
-    def put(self, event: m.PutRequested, fill: Callable[[Opening], None]) -> None:
+    def put(
+        self, event: m.PutRequested, fill: Callable[[Opening], None], memory: torch.Tensor | None = None
+    ) -> None:
         """Make room for a key and let ``fill`` bring its bytes, in this thread.  Blocks.
 
         No signal's handler comes before its end: a flush in one would wait for this.
 
         Args:
             event: what is put, and where.
-            fill: is called once there is room.
+            fill: is called once there is room, unless ``memory`` is that.
+            memory: with the bytes, which the fastest tier adopts if that is where they go.
         """
         number, key = event.request, event.key
         settled: Transfer[Sequence[m.Granted]] = Transfer((key,))
-        opening: Transfer[Opening] = Transfer((key,))
+        opening: Transfer[Opening | None] = Transfer((key,))
         self._executor.openings[number] = opening
+        if memory is not None:
+            self._executor.given[number] = Given.by_caller(memory)
         try:
             self.ask(event, number, settled)
             room = opening.result()
         except BaseException:
             if not opening.resolve(error=orphaned(key)):  # it may have been granted, and nobody will fill it
-                when_granted(opening, lambda room: self.tell(room.end))
+                when_granted(opening, lambda room: None if room is None else self.tell(room.end))
             raise
         finally:
             del self._executor.openings[number]
+            self._executor.given.pop(number, None)
+        if room is None:  # it was adopted
+            settled.result()
+            return
         try:
             fill(room)
             room.end.charge_bytes = self._mover.charge_bytes(room.place)

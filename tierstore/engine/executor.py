@@ -55,15 +55,15 @@ class CommandExecutor:
 
     Attributes:
         waiting: by request, what callers wait for.
-        openings: by request, the rooms that callers of ``put`` wait for.
-        given: by request, what puts bring as the room itself.
+        openings: by request, the rooms that callers of ``put`` wait for; ``None``: nobody has to fill it.
+        given: by request, what puts bring as the room itself, in the first tier.
         quotas: by tier, what its medium was last told to hold at most, if it was told and took it.
     """
 
     def __init__(self, mover: DataMover, note_of: Callable[[object], str]) -> None:
         self.mover = mover
         self.waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
-        self.openings: dict[int, Transfer[Opening]] = {}
+        self.openings: dict[int, Transfer[Opening | None]] = {}
         self.given: dict[int, Given] = {}
         self.quotas: dict[int, int] = {}
         self._note_of = note_of
@@ -131,14 +131,16 @@ class CommandExecutor:
 
     def _open_room(self, command: m.StartCopy) -> None:
         """Let the caller of ``put`` fill the room that it waits for."""
-        given = self.given.get(command.request)
+        given = self.given.get(command.request) if command.target.tier == 0 else None
         slot = self.mover.reserve(command, given)
         if slot is None:
             return
+        opening = self.openings.get(command.request)
         if given is not None:  # its bytes are there
             self.mover.tell([self.mover.outcome(command)])
+            if opening is not None:
+                opening.resolve(None)
             return
-        opening = self.openings.get(command.request)
         room = Opening(m.CopyDone(command.copy, orphaned(command.key)), command.target, slot)
         if opening is None or not opening.resolve(room):
             # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.

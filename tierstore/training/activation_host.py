@@ -1,4 +1,4 @@
-"""What a run does for activations that are kept in its store: its quotas and its plan are theirs, too."""
+"""What a run does for what a program brings to its store: its quotas and its plan are theirs, too."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ class RunHost:
             self._recorder.mark(Sign.USE, key, nbytes)
         self._settle_budget()
         self._prefetcher.note_passing(key, nbytes)
+
+    def note_gradient(self, key: str, nbytes: int, room_bytes: int) -> None:
+        """Take in that a gradient is about to come, and what room it needs in the first tier."""
+        if self._recorder.is_on:
+            self._recorder.mark(Sign.PUT, key, nbytes)
+        self._prefetcher.note_gradient(key, room_bytes)
 
     def note_adopted(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `ActivationHost.note_adopted`."""

@@ -31,6 +31,7 @@ from tierstore.training.autograd.saved_tensors import SavedTensors
 from tierstore.training.budgets.clock import Clock
 from tierstore.training.budgets.reclaimers import Reclaimers
 from tierstore.training.bundles.bindings import Binding, Bindings
+from tierstore.training.bundles.bundle_tiers import is_on_top
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.pinning import pin
@@ -378,10 +379,9 @@ class Session:
         if self.budget is not None:
             self.budget.look()
 
-    def _note_put(self, binding: Binding, room: int) -> None:
-        if self.recorder.is_on:
-            self.recorder.mark(Sign.PUT, binding.key, binding.nbytes)
-        self.prefetcher.note_gradient(binding.key, room)
+    def _note_put(self, binding: Binding, storage: torch.UntypedStorage, room: int) -> None:
+        self._activation_host.note_adopted(storage, functools.partial(is_on_top, self.store, binding.key))
+        self._activation_host.note_gradient(binding.key, binding.nbytes, room)
 
     def _note(self, bindings: Sequence[Binding]) -> None:
         for binding in bindings if self.recorder.is_on else ():

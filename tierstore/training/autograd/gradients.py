@@ -59,7 +59,7 @@ class Gradients:
         fault_handler: who looks after handles.
         table: of what is known of them.
         must_stash: says whether those that autograd makes from now on are to be stashed.
-        note_put: told of each that comes to be stashed, and how much room it needs in the first tier.
+        note_put: told of each that comes to be stashed, its storage, and the room it needs in the first tier.
         note_change: told of the parameter before a stash changes or goes.
 
     Attributes:
@@ -75,7 +75,7 @@ class Gradients:
         table: GradientTable,
         *,
         must_stash: Callable[[], bool],
-        note_put: Callable[[Binding, int], None],
+        note_put: Callable[[Binding, torch.UntypedStorage, int], None],
         note_change: Callable[[torch.Tensor], None],
     ) -> None:
         self._store = store
@@ -332,8 +332,11 @@ class Gradients:
             binding.is_saved_by_reference = False
             binding.after_use = access_after_use(gradient.home, self._store)
             binding.confined_to = _confined_to(gradient)
-            self._note_put(binding, room_bytes(gradient.home, self._store.tier_names[0], nbytes))
-            self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=gradient.home.tier)
+            flat = flat_bytes(fresh, places[0], nbytes)
+            storage = flat.untyped_storage()
+            self._note_put(binding, storage, room_bytes(gradient.home, self._store.tier_names[0], nbytes))
+            # What PyTorch has not allocated somebody else may write to, such as an array of numpy's.
+            self._store.put(key, flat, tier=gradient.home.tier, adopt=storage.resizable())
         gradient.binding = binding
         gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 
 from tierstore.config import StoreConfig
-from tierstore.errors import KeyNotFound, LeaseError
+from tierstore.errors import KeyNotFound, LeaseError, StoreClosed
 from tierstore.planning import Home
 from tierstore.planning.rules import DISK, HOST
 from tierstore.store import Store
@@ -25,6 +25,13 @@ def named_by_settings(config: StoreConfig) -> StoreConfig:
     """Return tiers whose messages speak of the keys of `OffloadConfig`."""
     tiers = [replace(tier, setting=_SETTING_OF.get(tier.name)) for tier in config.tiers]
     return replace(config, tiers=tiers)
+
+
+def is_on_top(store: Store, key: str) -> bool:
+    """Say whether the fastest tier has a key's bytes, ready to be used."""
+    with contextlib.suppress(KeyNotFound, StoreClosed):
+        return store.tier_names[0] in store.where(key)
+    return False
 
 
 def access_after_use(home: Home, store: Store) -> Access | None:

@@ -91,9 +91,17 @@ class PatientStore(Store):
         tier = self.stats().tiers[below[0]]
         return tier.capacity_bytes - tier.charged_bytes < (error.needed_bytes or 0)
 
-    def put(self, key: str, tensor: torch.Tensor, *, tier: str | None = None, replace: bool = False) -> None:
+    def put(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        tier: str | None = None,
+        replace: bool = False,
+        adopt: bool = False,
+    ) -> None:
         """See `tierstore.Store.put`."""
-        self.patiently(lambda: Store.put(self, key, tensor, tier=tier, replace=replace))
+        self.patiently(lambda: Store.put(self, key, tensor, tier=tier, replace=replace, adopt=adopt))
 
     def adopt(self, key: str, tensor: torch.Tensor) -> None:
         """See `tierstore.Store.adopt`."""

@@ -36,6 +36,7 @@ from tierstore.store import Store
 from tierstore.tensors import describe, is_whole
 from tierstore.torch_private import TensorBase, innermost_transform, storage_use_count
 from tierstore.training import locks
+from tierstore.training.bundles.bundle_tiers import is_on_top
 from tierstore.training.bundles.lease_room import lease_with_room, let_frames_go
 from tierstore.training.bundles.patient_store import patiently
 from tierstore.training.bundles.reclaiming import Reclaimer
@@ -189,13 +190,8 @@ class Link:
             let_frames_go(error)
             self._store.put(key, tensor, tier=HOST)
             return
-        self._host.note_adopted(tensor.untyped_storage(), lambda: self._is_on_device(key))
+        self._host.note_adopted(tensor.untyped_storage(), lambda: is_on_top(self._store, key))
         patiently(self._store, lambda: self._store.evict(key, to=HOST).result())
-
-    def _is_on_device(self, key: str) -> bool:
-        with contextlib.suppress(KeyNotFound, StoreClosed):
-            return self._store.tier_names[0] in self._store.where(key)
-        return False
 
     def _lease(self, key: str, tier: str) -> Lease:
         return lease_with_room(

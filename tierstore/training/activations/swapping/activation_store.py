@@ -55,6 +55,7 @@ from tierstore.training.activations.swapping.offloaded_storage import (
 from tierstore.training.activations.swapping.run_store import ActivationHost, host_of
 from tierstore.training.autograd.saved_tensors import refuse_if_changed
 from tierstore.training.bundles.bindings import set_data
+from tierstore.training.bundles.bundle_tiers import is_on_top
 from tierstore.training.bundles.lease_room import lease_with_room, let_frames_go
 from tierstore.training.locks import Rank
 
@@ -372,11 +373,7 @@ class ActivationStore:
 
     def is_here(self, offloaded_storage: OffloadedStorage) -> bool:
         """See `OffloadedTensor.is_here`."""
-        with contextlib.suppress(KeyNotFound, StoreClosed):
-            return self._is_kept(offloaded_storage) and self._fastest in self.store.where(
-                offloaded_storage.key
-            )
-        return False
+        return self._is_kept(offloaded_storage) and is_on_top(self.store, offloaded_storage.key)
 
     def release(self, offloaded_storage: OffloadedStorage) -> None:
         """See `OffloadedTensor.release`."""

@@ -110,10 +110,18 @@ class RunStore(PatientStore):
         """Who looks after it."""
         return (None if self._host is None else self._host()) or NoHost()
 
-    def put(self, key: str, tensor: torch.Tensor, *, tier: str | None = None, replace: bool = False) -> None:
+    def put(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        tier: str | None = None,
+        replace: bool = False,
+        adopt: bool = False,
+    ) -> None:
         """See `tierstore.Store.put`."""
         with self.host.asking():
-            super().put(key, tensor, tier=tier, replace=replace)
+            super().put(key, tensor, tier=tier, replace=replace, adopt=adopt)
 
     def adopt(self, key: str, tensor: torch.Tensor) -> None:
         """See `tierstore.Store.adopt`."""
