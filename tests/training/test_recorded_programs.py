@@ -31,24 +31,8 @@ STEPS, LEARNING = 6, 2
 QUOTAS = {"mlp": ("240KB", "400KB"), "residual": ("200KB", "300KB"), "convolutions": ("200KB", "250KB")}
 
 
-CELLS = [(name, number) for name in MODELS for number in (0, 1)]
-MORE_SIMULATED = [("mlp", 1), ("residual", 1)]
-"""Whose first step after learning steps the last bundle before its gradient leaves; simulated, it leaves."""
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "first"),
-    [
-        *[(*cell, LEARNING + 1) for cell in MORE_SIMULATED],
-        *[
-            pytest.param(*cell, LEARNING, marks=[pytest.mark.xfail(strict=True)] * (cell in MORE_SIMULATED))
-            for cell in CELLS
-        ],
-    ],
-)
-def test_simulated_steps_move_the_bytes_that_the_run_moves(
-    name: str, number: int, first: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "number"), [(name, number) for name in MODELS for number in (0, 1)])
+def test_simulated_steps_move_the_bytes_that_the_run_moves(name: str, number: int, tmp_path: Path) -> None:
     trained, quota = MODELS[name](), QUOTAS[name][number]
     measured = []
     with opened(trained, tmp_path, quota) as run:
@@ -58,8 +42,8 @@ def test_simulated_steps_move_the_bytes_that_the_run_moves(
             measured.append(moved(before, traffic(run)))
         program = run.program()
         timeline = simulate(program, machine_of(run, quota), run.placement, steps=STEPS)
-    assert any(measured[first:])
-    assert [dict(each.moved_bytes) for each in timeline.steps[first:]] == measured[first:]
+    assert any(measured[LEARNING:])
+    assert [dict(each.moved_bytes) for each in timeline.steps[LEARNING:]] == measured[LEARNING:]
 
 
 def test_a_program_has_the_uses_that_the_store_was_asked_for(tmp_path: Path) -> None:

@@ -74,8 +74,7 @@ class HostLane:
 
     def hand_over(self, task: StepTask) -> None:
         """Make a step after those that are to be made."""
-        for key in (*task.needed, *task.gradients):
-            self._store.prefetch(key, self._tier)
+        self._store.prefetch([*task.needed, *task.gradients], self._tier)
         self._tasks.append(task)
         if len(self._tasks) == 1:
             self._begin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.core import messages as m
@@ -268,8 +268,8 @@ class LedgerStore:
         self.settle()
 
     def split(self, lease: int, names: Mapping[str, str]) -> bool:
-        """Let the leased replicas be keys of their own; return whether there are others left behind."""
-        places = {granted.place: names[granted.key] for granted in self._granted[lease]}
+        """Let leased replicas be keys of their own; return whether there are others left behind."""
+        places = {each.place: names[each.key] for each in self._granted[lease] if each.key in names}
         request = self.ask(lambda n: m.SplitRequested(n, lease, places))
         self.wait(request, list(names), 0)
         return self._granted.pop(request, None) is not None
@@ -288,10 +288,11 @@ class LedgerStore:
         """Begin to bring keys to a tier; it is told when they are there, or cannot be."""
         self._begin(lambda n: m.FetchRequested(n, keys, tier, m.Urgency.DEMAND), told or _ignore)
 
-    def prefetch(self, key: str, tier: int) -> None:
-        """Bring a key to a tier if there is room: advice."""
-        if key in self.ledger:
-            self._begin(lambda n: m.FetchRequested(n, (key,), tier, m.Urgency.PREFETCH), _ignore)
+    def prefetch(self, keys: Iterable[str], tier: int) -> None:
+        """Bring keys to a tier if there is room: advice."""
+        there = [key for key in keys if key in self.ledger]
+        if there:
+            self._begin(lambda n: m.FetchRequested(n, there, tier, m.Urgency.PREFETCH), _ignore)
 
     def evict(self, key: str, to: int | None) -> None:
         """Push a key down, if nobody holds it."""

@@ -131,8 +131,7 @@ class OptimizerTurns:
             self._step_beside(unit, needed)
 
     def _hand_over(self, unit: Unit, needed: Sequence[str], new_bytes: int) -> None:
-        for key in (*needed, *unit.gradients):
-            self._windows.note(key)
+        self._windows.note(*needed, *unit.gradients)
         moment = self._moments[unit.bundle]
         task = StepTask(moment.name, needed, unit.gradients, self._host_seconds(moment, unit), new_bytes)
         self._aside[unit.bundle] = task
@@ -140,24 +139,24 @@ class OptimizerTurns:
 
     def _step_beside(self, unit: Unit, needed: Sequence[str]) -> None:
         """Step into replicas that become keys of their own; the others keep the old values."""
+        keys = [*needed, *unit.gradients]
         try:
-            lease = self._store.lease(needed, 0)
+            lease = self._store.lease(keys, 0)  # gradients, too: else room for the state is made of theirs
         except (CapacityError, LeaseError):
             return
-        is_split = self._store.split(lease, {key: next_version(key) for key in needed})
-        for key in needed:
-            self._windows.note(key)
-        if not is_split:
+        if self._store.split(lease, {key: next_version(key) for key in needed}):
+            self._windows.note(*keys)
+            self._own.compute(self._moments[unit.bundle], keys)
+            self._store.release(lease, is_written=False)  # no other replicas have the keys of the new values
+            self._made[unit.bundle] = None
+        else:
             self._store.release(lease, is_written=False)
             self._without_others.add(unit.bundle)
+            self._windows.note(*needed)
             for key in sorted(unit.gradients, key=lambda key: -self._data[key].nbytes):
                 self._windows.note(key)  # the plan is that of steps that are made ahead
-            return
-        self._windows.open_all(unit.gradients, 0)
-        self._own.compute(self._moments[unit.bundle], [*needed, *unit.gradients])
-        self._windows.close_all(unit.gradients)
-        self._store.release(lease, is_written=True)
-        self._made[unit.bundle] = None
+        for key in unit.gradients:
+            self._windows.go_home(key)
 
     # --- in their time ------------------------------------------------------------------------
 
@@ -243,7 +242,7 @@ class OptimizerTurns:
             return
         then = self._units[following[0]]
         for key in (then.bundle, *then.gradients, *_state(then)):
-            self._store.prefetch(key, self._step_tier(then))
+            self._store.prefetch([key], self._step_tier(then))
 
 
 def _state(unit: Unit) -> list[str]:

@@ -68,7 +68,7 @@ class Swapping:
     def begin_moment(self, number: int) -> None:
         """Bring what is needed so many nodes after a moment."""
         for key in self._coming.get(number, ()):
-            self._store.prefetch(key, 0)
+            self._store.prefetch([key], 0)
 
     def end_moment(self, number: int) -> None:
         """Let go what was made so many nodes before."""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,8 +77,7 @@ class KeyWindows:
             if window is None:
                 window = self._open[key] = _Window(self.acquire(key, tier))
             window.count += 1
-        for key in order:
-            self.note(key)
+        self.note(*order)
 
     def acquire(self, key: str, tier: int) -> int:
         """Lease a key, with as much room made for it as can be; return the lease."""
@@ -125,21 +125,30 @@ class KeyWindows:
 
     # --- what is followed ---------------------------------------------------------------------
 
-    def note(self, key: str) -> None:
-        """A key is used now."""
+    def note(self, *keys: str) -> None:
+        """Keys are used now, in this order."""
         if self._device is not None:
             self._device.settle()
-        nbytes = self._passing.get(key)
-        note = self.follower.note(key) if nbytes is None else self.follower.note_passing(key, nbytes)
-        self.carry(note)
+        passing = self._passing
+        self.carry(
+            itertools.chain.from_iterable(
+                map(self.follower.note, [key for key in keys if key not in passing])
+            )
+        )
+        for key in keys:
+            if key in passing:
+                self.carry(self.follower.note_passing(key, passing[key]))
 
-    def carry(self, advice: Iterable[Advice]) -> None:
-        """Carry advice out."""
-        for each in advice:
+    def carry(self, advices: Iterable[Advice]) -> None:
+        """Carry advice out: what is to come to one tier is asked for together."""
+        ahead: dict[str, list[str]] = {}
+        for each in advices:
             match each:
                 case Prefetch():  # the most frequent first
-                    self._store.prefetch(each.key, self._store.names.index(each.tier))
+                    ahead.setdefault(each.tier, []).append(each.key)
                 case Advance():
                     self._store.advance(each.position)
                 case Follow():
                     self._store.follow(each.plan)
+        for tier, keys in ahead.items():
+            self._store.prefetch(keys, self._store.names.index(tier))
