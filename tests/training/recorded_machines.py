@@ -21,6 +21,13 @@ Optimizers = list[torch.optim.Optimizer]
 _MEDIA = {"device": TierMedium.DEVICE, "host": TierMedium.HOST, "disk": TierMedium.STORAGE}
 _DISK = "64MB"
 
+QUOTAS: Mapping[str, tuple[str, str]] = {
+    "mlp": ("240KB", "400KB"),
+    "residual": ("200KB", "300KB"),
+    "convolutions": ("200KB", "250KB"),
+}
+"""Of the device, by model: too small for all of it, and a little larger."""
+
 BEFORE_STEADY = 6
 """Steps after which one is as the next: nothing is learned any more."""
 

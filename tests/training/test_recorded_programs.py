@@ -15,7 +15,17 @@ import torch
 from torch import nn
 
 from tests.forked import in_child
-from tests.training.recorded_machines import MODELS, Trained, machine_of, mlp, moved, opened, step, traffic
+from tests.training.recorded_machines import (
+    MODELS,
+    QUOTAS,
+    Trained,
+    machine_of,
+    mlp,
+    moved,
+    opened,
+    step,
+    traffic,
+)
 from tierstore import UsageError
 from tierstore.planning.chrome import program_from_chrome, timeline_from_chrome
 from tierstore.planning.deciding import StepPhase
@@ -28,7 +38,6 @@ from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.recording.recorder import StepRecorder
 
 STEPS, LEARNING = 6, 2
-QUOTAS = {"mlp": ("240KB", "400KB"), "residual": ("200KB", "300KB"), "convolutions": ("200KB", "250KB")}
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, number) for name in MODELS for number in (0, 1)])
