@@ -17,7 +17,7 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    long as that is several times what the program took so far: what leaves costs nothing but to come again.
 5. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
-6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a little
+6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a half,
    more, a quarter of what may stay at most, is written back before anybody waits for it: so what comes up
    does not wait for what goes down.  Not where the processor that computes is the one that copies.
 7. Where a program calls parts of the model itself, inputs are compared part by part.  One that was not
@@ -49,7 +49,7 @@ LEARNING_STEPS = 2
 _LEARNING_EVALUATIONS = 1
 _FREE = 0.25
 """The most of the store's own that is written back early."""
-_FREE_BUNDLES = 1.25
+_FREE_BUNDLES = 1.5
 """How many of the largest bundles, with gradients and state, there is room for in it."""
 
 _GUESSED = 4
