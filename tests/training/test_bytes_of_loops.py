@@ -318,7 +318,20 @@ def _decoded() -> Loop:
             made = model.made(_batch(number))
             return [model.judged(made + _batch(each)) for each in range(3)]
 
-    return Loop(model, [], step, more_passes=1)  # the encoder comes anew: runs of the decoder are planned for
+    return Loop(model, [], step)
+
+
+def _inferred_layer_by_layer() -> Loop:
+    model = _layers()
+
+    def step(number: int) -> Sequence[Tensor]:
+        x = _batch(number)
+        with torch.no_grad():
+            for layer in model:
+                x = layer(x)
+        return [x]
+
+    return Loop(model, [], step)
 
 
 def _layer_by_layer() -> Loop:
@@ -352,6 +365,7 @@ EQUAL: dict[str, Build] = {
     "two models": _adversaries,
     "layer by layer": _layer_by_layer,
     "inference": _inferred,
+    "inference, layer by layer": _inferred_layer_by_layer,
     "encoder and decoder": _decoded,
 }
 UNEQUAL: dict[str, Build] = {

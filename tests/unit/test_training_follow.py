@@ -25,7 +25,7 @@ def test_a_gradient_is_needed_until_the_step_ends_whether_something_is_prefetche
         prefetcher = Prefetcher(store, windows, lambda _: 0, optimizers=1)
 
         def begin_step() -> None:
-            prefetcher.begin_forward()
+            prefetcher.begin_use()
             prefetcher.note("first")
             prefetcher.note_gradient("gradient")
             prefetcher.note("last")
@@ -55,7 +55,7 @@ def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further
         prefetcher.note_passing("activation", 1024)
         prefetcher.note("last")
         prefetcher.note_step(0)
-        prefetcher.begin_forward()
+        prefetcher.begin_use()
         store.put("activation", torch.zeros(1024, dtype=torch.uint8), tier="disk")
         asked: list[tuple[str, str]] = []
         prefetch = store.prefetch
@@ -77,7 +77,7 @@ def test_what_comes_next_is_asked_for_at_once_whatever_of_it_is_not_there() -> N
         prefetcher = Prefetcher(store, [window], lambda _: 64, optimizers=1)
         prefetcher.note(*keys)
         prefetcher.note_step(0)
-        prefetcher.begin_forward()
+        prefetcher.begin_use()
         for key in keys:
             if key != "missing":
                 store.put(key, torch.zeros(64, dtype=torch.uint8), tier="host")
@@ -105,7 +105,7 @@ def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_byt
         window = PrefetchWindow("host", 1024)
         prefetcher = Prefetcher(store, [window], lambda _: 0, optimizers=1)
         for nbytes in (1024, 64, 4096, 512):
-            prefetcher.begin_forward()
+            prefetcher.begin_use()
             prefetcher.note("first")
             prefetcher.note_passing("activation", nbytes)
             prefetcher.note("last")
@@ -122,14 +122,14 @@ def test_a_key_may_be_used_in_the_midst_of_another_use() -> None:
         prefetcher = Prefetcher(store, [window], lambda _: 64, optimizers=1)
 
         def step() -> None:
-            prefetcher.begin_forward()
+            prefetcher.begin_use()
             for key in keys:
                 prefetcher.note(key)
             prefetcher.note_step(0)
 
         step()
         step()
-        prefetcher.begin_forward()
+        prefetcher.begin_use()
         prefetcher.note(keys[0])
         advance = store.advance
 
@@ -163,7 +163,7 @@ def test_threads_may_go_through_a_step_together() -> None:
         for key in keys:
             prefetcher.note_passing(key, 1000)
         prefetcher.note_step(0)
-        prefetcher.begin_forward()
+        prefetcher.begin_use()
         errors: list[BaseException] = []
         begin = threading.Barrier(4)
 

@@ -70,6 +70,11 @@ class PlanPosition:
         return self._accesses[turn % len(self._accesses)]
 
     @property
+    def position(self) -> int:
+        """Where in the cycle it is."""
+        return self.turn % len(self._accesses)
+
+    @property
     def length(self) -> int:
         """The accesses of one cycle."""
         return len(self._accesses)

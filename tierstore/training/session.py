@@ -435,7 +435,7 @@ class Session:
             steps.begin_model()
         for each in self.steps:
             each.state.freed.begin_forward()
-        (self.prefetcher.begin_forward if self.optimizers else self.prefetcher.begin_inference)()
+        self.prefetcher.begin_use(module)
 
     def _end_forward(self) -> None:
         self.bindings.forget_addresses()

@@ -11,18 +11,23 @@
 6. Below the first tier nothing is brought that stays there: it is stepped in place.  Into the slowest one, in
    which all is that is not newer above, things are brought only where steps are made beside old values, which
    need a second replica: where gradients are the store's.
-7. Of what does not stay no more is ahead in the first tier than who says what stays has room for: a key that
+7. Without an optimizer each use of a model is a step.  Of parts that a program calls itself, what follows is
+   planned for as well (`tierstore.planning.deciding.part_order`), and a call that was expected goes on with
+   the plan.  Of one that comes again and again nobody knows when it does for the last time: it begins anew.
+8. Of what does not stay no more is ahead in the first tier than who says what stays has room for: a key that
    finds none now is not overtaken by one that is used later.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from tierstore.core.model import Plan
+from tierstore.planning.deciding.part_order import PartOrder
 from tierstore.planning.planner import PlanPosition, plan_from
 from tierstore.planning.residents import Staying
 from tierstore.planning.trace import Trace
@@ -170,6 +175,11 @@ class Follower:
         self._trace = Trace()
         self._place: PlanPosition | None = None
         self._followed: tuple[str, ...] = ()
+        self._parts = PartOrder()
+        self._part: Hashable = None  # that is called
+        self._has_begun = False  # any part
+        # Which parts begin at a position of the plan, but those that come again and again.
+        self._begins: Mapping[int, Collection[Hashable]] = {}
         self._last = ""
         self._left_out: set[str] = set()  # keys whose next use no plan has
         self._has_gradients = False  # whether the last step put any into the store
@@ -260,24 +270,65 @@ class Follower:
         self._steps = [0] * len(self._steps)
         return self._end_step()
 
-    def begin_inference(self) -> Iterator[Advice]:
-        """Take in that a model without an optimizer is used: each use is a step."""
-        return self._end_step() if self.is_planning and len(self._trace) else iter(_NONE)
+    def begin_inference(self, part: Hashable = None) -> Iterator[Advice]:
+        """Take in that a model without an optimizer is used: each use is a step.
+
+        Args:
+            part: of it that the program calls; ``None``: it calls nothing but the whole.
+        """
+        former, self._part = self._part, part
+        is_first, self._has_begun = not self._has_begun, True
+        if not self.is_planning or is_first:
+            return iter(_NONE)
+        rooms = self._take_rooms()
+        is_new = self._parts.note(former, self._take_accesses(), part)
+        place = self._place
+        if (
+            place is not None
+            and not is_new
+            and self._is_fresh
+            and part in self._begins.get(place.position, ())
+        ):
+            return iter(_NONE)
+        expected = self._parts.expected(part) if part in self._parts else [former]
+        begins: defaultdict[int, set[Hashable]] = defaultdict(set)
+        accesses: list[str] = []
+        for each in expected:
+            if not self._parts.comes_again(each):
+                begins[len(accesses)].add(each)
+            accesses += self._parts.accesses(each)
+        self._begins = begins if accesses else self._begins
+        return self._plan_for(tuple(accesses), rooms)
 
     def _end_step(self) -> Iterator[Advice]:
-        accesses = self._trace.take()
+        rooms = self._take_rooms()
+        return self._plan_for(self._take_accesses(), rooms)
+
+    def _take_rooms(self) -> Mapping[str, int]:
         rooms, self._gradients = self._gradients, {}
         self._has_gradients = bool(rooms)
-        gradients = tuple(rooms)
+        return rooms
+
+    def _take_accesses(self) -> tuple[str, ...]:
         self._left_out.clear()
         self._last = ""
+        return self._trace.take()
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._chooser is None or not self._chooser.is_stale
+
+    def _plan_for(self, accesses: tuple[str, ...], rooms: Mapping[str, int]) -> Iterator[Advice]:
+        """Expect these accesses, and gradients that need some room, from now on.
+
+        What was expected already begins anew.
+        """
         if not accesses:
             return iter(_NONE)
-        chooser = self._chooser
-        is_fresh = chooser is None or not chooser.is_stale
-        if accesses == self._followed and self._place is not None and is_fresh:
+        if accesses == self._followed and self._place is not None and self._is_fresh:
             self._place.begin_cycle()
             return iter(_NONE)
+        gradients, chooser = tuple(rooms), self._chooser
         self._staying = Staying() if chooser is None else chooser.choose(accesses, gradients)
         # Its end is what a gradient is kept for, whether anybody looks at it or not.
         plan = plan_from(

@@ -7,7 +7,7 @@ threads may interleave as they like.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import assert_never
 
 from tierstore.errors import KeyNotFound
@@ -47,6 +47,7 @@ class Prefetcher:
         chooser: ResidentChooser | None = None,
     ) -> None:
         self._store = store
+        self._has_optimizers = optimizers > 0
         # Guards the follower, and the order in which the store is advised, which waits for nobody.
         self._lock = locks.new_lock(Rank.PREFETCHER)
         self._follower = Follower(
@@ -102,15 +103,15 @@ class Prefetcher:
         with self._lock:
             self._follower.note_step(optimizer)
 
-    def begin_forward(self) -> None:
-        """Take in that a module is used: after the optimizers' steps a new step begins."""
-        with self._lock:
-            self._advise(self._follower.begin_forward())
+    def begin_use(self, part: Hashable = None) -> None:
+        """Take in that a model, or a part of it that the program calls, is used.
 
-    def begin_inference(self) -> None:
-        """Take in that a model without an optimizer is used: each use is a step."""
+        With optimizers a new step begins after their steps; without any each use is one.
+        """
         with self._lock:
-            self._advise(self._follower.begin_inference())
+            follower = self._follower
+            is_step = self._has_optimizers
+            self._advise(follower.begin_forward() if is_step else follower.begin_inference(part))
 
     def _advise(self, advices: Iterator[Advice]) -> None:
         """Carry advice out: what is to come to one tier is asked for together."""
