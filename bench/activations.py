@@ -26,13 +26,13 @@ PLAIN = Manner()
 FULL = Manner(is_checkpointed=True)
 
 
-def all_marked(size: Size, link: int | None = None) -> Manner:
-    """Swap all attention and feed-forward outputs, no more than a third of them on the device.
+def all_marked(size: Size, link: int | None = None, kept: float = 1 / 3) -> Manner:
+    """Swap all attention and feed-forward outputs, no more than a share ``kept`` of them on the device.
 
     The prefetch is a whole layer (about 60 nodes), so that the link is never idle; the quota bounds what that
     would keep on the device.
     """
-    return Manner(swap=marks(60), link=link, quota=size.marked_bytes // 3)
+    return Manner(swap=marks(60), link=link, quota=int(size.marked_bytes * kept))
 
 
 def mix(size: Size, link: int | None = None) -> Manner:
