@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -355,6 +356,16 @@ def test_what_does_not_fit_is_refused_with_who_held_what() -> None:
     assert "act/0 5.9 KiB, act/1 5.9 KiB" in text
     assert "at 'layers.2'" in text
     assert refused.value.tier == "device"
+
+
+@pytest.mark.parametrize(("capacity_bytes", "fits"), [(9000, False), (9100, True)])
+def test_a_gradient_that_comes_to_the_store_beside_what_the_program_has_must_fit(
+    capacity_bytes: int, *, fits: bool
+) -> None:
+    program = program_of([Layer(1, 0, (4096,), 5000)])
+    machine = machine_of((capacity_bytes,), has_streams=False)
+    with contextlib.nullcontext() if fits else pytest.raises(CapacityError, match="act/0"):
+        simulate(program, machine, Placement(stashing=Stashing.ALWAYS), steps=4)
 
 
 def test_a_bundle_that_cannot_be_trained_alone_is_refused_before_the_first_step() -> None:

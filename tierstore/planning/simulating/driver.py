@@ -185,6 +185,8 @@ class Driver:
             needed_bytes = room_bytes(home, self._store.names[0], datum.nbytes)
             self._windows.carry(self._windows.follower.note_gradient(datum.key, needed_bytes))
             self._store.put(datum.key, datum.nbytes, self._tier(home.tier))
+            if self._device is not None:
+                self._device.require(0)  # it may have come beside what the program has
         elif not self._own.has(datum.key):
             self._own.take(datum)
         if self._device is not None:
