@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.device_shares import TRAINED, Use, begin, share_of
+from tests.unit.device_shares import BUNDLE, TRAINED, Use, begin, share_of
 from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase
 
 
@@ -18,7 +18,7 @@ def _guessed(share: DeviceShare, standing_bytes: int, peaks: list[int]) -> list[
     found = []
     for peak_bytes in peaks:
         assert share.is_guessing
-        share.guess(peak_bytes)
+        share.guess(peak_bytes, 0, 0)
         found.append(share.own_bytes)
     return found
 
@@ -53,3 +53,28 @@ def test_a_guess_ends_with_its_evaluation(*, is_whole: bool) -> None:
     begin(share, StepPhase.EVALUATION, Use(0))
     assert not share.is_guessing  # what it kept may have been what made the other one fail
     assert share.is_learning is not is_whole
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "whole_bytes", "needed_bytes"),
+    [
+        (0, 1_500_000, 1_500_000),  # the program and what was leased: nothing was kept
+        (300_000, 1_300_000, None),  # without what was kept it would have fitted
+        (300_000, 1_500_000, 1_200_000),  # it would not
+        (0, 0, None),  # nobody knows
+    ],
+)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_first_evaluation_tells_whether_the_program_alone_was_too_much(
+    kept_bytes: int, whole_bytes: int, needed_bytes: int | None, *, is_whole: bool
+) -> None:
+    share = share_of(1_000_000)
+    begin(share, StepPhase.EVALUATION, Use(0))
+    share.guess(1000, 0, 0)
+    quota_bytes = share.grow(BUNDLE, 0, 1000)
+    assert quota_bytes is not None
+    share.quota_bytes = BUNDLE + kept_bytes
+    share.guess(900_000, whole_bytes, 0)
+    share.end_evaluation(PhasePeak(900_000), is_whole=is_whole)
+    share.enter(share.around_evaluation, PhasePeak())
+    assert begin(share, StepPhase.EVALUATION, Use(0)) == needed_bytes

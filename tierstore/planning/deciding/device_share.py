@@ -161,6 +161,7 @@ class DeviceShare:
         self._has_ended = False  # the use that is learned from, as far as is known
         self._staying_bytes = staying_bytes
         self._may_guess = True
+        self._together_bytes = 0  # of leases since `guess` was asked last
 
     # --- a use of the model ---------------------------------------------------------------------
 
@@ -249,12 +250,19 @@ class DeviceShare:
             return False
         return self.phase is StepPhase.EVALUATION and self.learns_from(StepPhase.EVALUATION)
 
-    def guess(self, peak_bytes: int) -> None:
+    def guess(self, peak_bytes: int, whole_bytes: int, leased_bytes: int) -> None:
         """Let the store keep, in a first evaluation, what its program will hardly take.
 
         Args:
             peak_bytes: what the program took in it so far, at most.
+            whole_bytes: the most that the whole device had since this was asked last; 0: it is not known.
+            leased_bytes: now.
         """
+        kept_bytes = max(0, self.quota_bytes - max(self._floor_bytes, self._together_bytes))
+        self._together_bytes = leased_bytes
+        excess_bytes = whole_bytes - kept_bytes - self._limit_bytes
+        if excess_bytes > 0:  # with nothing kept, too
+            self._refuse_as_many(excess_bytes)
         standing_bytes = min(self._standing_bytes, peak_bytes)
         free_bytes = self._limit_bytes - standing_bytes
         later_bytes = int((peak_bytes - standing_bytes) * _GUESSED * self._trained.widening)
@@ -347,7 +355,12 @@ class DeviceShare:
             self._unseen[phase] += max(excess_bytes, self._unseen[phase])
             self._divide()
             return
-        part = self._lessons[StepPhase.EVALUATION if phase is StepPhase.EVALUATION else StepPhase.MODEL].part
+        self._refuse_as_many(excess_bytes)
+
+    def _refuse_as_many(self, excess_bytes: int) -> None:
+        """Inputs of this size took so much more than the budget, with nothing to take from the store."""
+        is_evaluation = self.phase is StepPhase.EVALUATION
+        part = self._lessons[StepPhase.EVALUATION if is_evaluation else StepPhase.MODEL].part
         part.too_many_elements = part.elements
         part.needed_bytes = self._limit_bytes + excess_bytes
 
@@ -459,7 +472,7 @@ class DeviceShare:
             leased_bytes: by others, now.
             live_bytes: that the program has now.
         """
-        quota_bytes = leased_bytes + align_up(needed_bytes, ALIGNMENT_BYTES)
+        quota_bytes = self._together_bytes = leased_bytes + align_up(needed_bytes, ALIGNMENT_BYTES)
         self._leased[self.phase] = max(self._leased[self.phase], quota_bytes)
         if quota_bytes + live_bytes > self._limit_bytes:
             return None

@@ -109,6 +109,8 @@ class DeviceQuota:
         """The model has run for itself, to its end or until an exception ended it."""
         if self._share.phase is not StepPhase.EVALUATION:  # it may have run in the midst of a step
             return
+        with self._lock:
+            self._guess()
         if self._share.end_evaluation(self._phase_peak(), is_whole=is_whole):
             self._meter.end()
         self._enter(self._share.around_evaluation)
@@ -251,7 +253,8 @@ class DeviceQuota:
 
     def _guess(self) -> None:
         if self._share.is_guessing:
-            self._share.guess(self._meter.most_bytes())
+            whole_bytes = self._meter.take_whole_peak() or 0
+            self._share.guess(self._meter.most_bytes(), whole_bytes, self._leased_bytes())
 
     def settle(self) -> None:
         """Take back what was given to the store for leases that have ended.
