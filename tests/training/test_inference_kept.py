@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -144,6 +144,50 @@ def test_what_a_first_forward_keeps_is_not_in_the_way_of_wider_layers(
     with torch.no_grad():
         expected = model(x)
     config = _config("device", tmp_path, limit_bytes) | {"offload_cpu_size": "1GB"}
+    with DeviceBudget(limit_bytes), offload(model, None, config), torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+
+
+class _Projected(nn.Module):
+    """Multiplies by a matrix that is a buffer."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.linspace(-1, 1, WIDTH * wide).reshape(WIDTH, wide))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Make ``(rows, wide)``."""
+        return x @ self.get_buffer("matrix")
+
+
+SIDE, WIDER = 8, 16
+LAST = {
+    "buffer": lambda: _Projected(WIDER * WIDTH),
+    "head": lambda: nn.Linear(WIDTH, WIDER * WIDTH),
+    "transposed": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, SIDE, SIDE)), nn.ConvTranspose2d(4, 4, 4, stride=4)
+    ),
+    "transposed groups": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, SIDE, SIDE)), nn.ConvTranspose2d(4, 16, 2, stride=2, groups=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("ignored", [(), ("22*",)], ids=["in-store", "ignored"])
+@pytest.mark.parametrize("last", LAST.values(), ids=LAST.keys())
+def test_what_a_first_forward_keeps_is_not_in_the_way_of_any_wide_layer(
+    last: Callable[[], nn.Module], ignored: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = nn.Sequential(*_model(), *_model(), last())
+    x = _inputs(512)
+    with torch.no_grad():
+        expected = model(x)
+    # What is ignored is older than the budget, and does not count.
+    own = () if ignored else (*model[-1].parameters(), *model[-1].buffers())
+    own_bytes = sum(each.nbytes for each in own)
+    limit_bytes = own_bytes + 2 * WIDTH * WIDTH * 4 + int(1.1 * (x.nbytes + expected.nbytes))
+    config = _config("device", tmp_path, limit_bytes) | {"offload_cpu_size": "1GB", "ignored": list(ignored)}
     with DeviceBudget(limit_bytes), offload(model, None, config), torch.no_grad():
         for _ in range(3):
             assert torch.equal(model(x), expected)

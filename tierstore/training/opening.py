@@ -26,9 +26,10 @@ from tierstore.training.budgets.memory_meters import (
     beside_bytes,
     tensors_in,
 )
+from tierstore.training.budgets.widening import widening_of
 from tierstore.training.bundles.freed_memory import give_freed_memory_back, return_free_memory
 from tierstore.training.bundles.grouping import SMALL_BYTES, Group, first_names, group_parameters
-from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.bundles.working_sets import TrainedSets, WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
 from tierstore.training.checkpoints.weights import Weights
@@ -142,10 +143,11 @@ def open_session(
     machine = None if others.shards.group_of else _machine_of(store, config)  # a copy would gather
     first_call = None if machine is None else _foreseen(model, optimizers, config, machine, plan)
     inventory = Inventory()
+    on_host = {*plan.placed.tensors_on_host(model), *selection.tables}
     policies = policies_for(
         optimizers,
         store,
-        [*plan.sets, *plan.tables.cache_sets()],
+        TrainedSets([*plan.sets, *plan.tables.cache_sets()], widening_of(model, on_host)),
         inventory,
         plan.placement,
         Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED,
@@ -156,7 +158,6 @@ def open_session(
     if plan.placement.stashing is not Stashing.NEVER or not plan.tables.fit:
         give_freed_memory_back()
     try:
-        on_host = {*plan.placed.tensors_on_host(model), *selection.tables}
         _say_if_elsewhere(store, selection.ignored, on_host)
         _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, plan.sets, plan.fastest_bytes)

@@ -71,22 +71,14 @@ def _working_set(
     own_bytes = bundle_bytes(group)
     pinned_bytes = own_bytes if group.is_pinned else 0
     if group.optimizer is None:
-        return WorkingSet(group.names[0], own_bytes, 0, (), pinned_bytes, widening=_widening(group))
+        return WorkingSet(group.names[0], own_bytes, 0, (), pinned_bytes)
     trained = [p for p in group.tensors if p.requires_grad]
     memories = map(memory_of, trained)
     gradients = tuple(align_up(m.numel() * m.element_size(), ALIGNMENT_BYTES) for m in memories)
     known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
     made_bytes = sum(_made_bytes(optimizers, options, group.optimizer, p) for p in trained)
     state_bytes = align_up(known_bytes or made_bytes, ALIGNMENT_BYTES)
-    return WorkingSet(
-        group.names[0], own_bytes, state_bytes, gradients, pinned_bytes, widening=_widening(group)
-    )
-
-
-def _widening(group: Group) -> float:
-    """Return how many numbers a layer may make of one: matrices and kernels have sides in and out."""
-    sides = [memory.shape[:2] for memory in map(memory_of, group.tensors) if memory.ndim > 1]
-    return max((max(each) / min(each) for each in sides if min(each)), default=1.0)
+    return WorkingSet(group.names[0], own_bytes, state_bytes, gradients, pinned_bytes)
 
 
 def _made_bytes(

@@ -15,7 +15,7 @@ from tierstore.store import Store
 from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.budgets.memory_meters import AllocatorMeter, EmulatedMeter, Meter
 from tierstore.training.budgets.prefetcher import Prefetcher
-from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.bundles.working_sets import TrainedSets
 from tierstore.training.inventory import Inventory
 from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.optimizers.in_backward import Stepping
@@ -52,7 +52,7 @@ class Policies:
 def policies_for(
     optimizers: Sequence[torch.optim.Optimizer],
     store: Store,
-    sets: Sequence[WorkingSet],
+    trained: TrainedSets,
     inventory: Inventory,
     placement: Placement,
     stepping: Stepping,
@@ -65,7 +65,7 @@ def policies_for(
     Args:
         optimizers: that train.
         store: where to.
-        sets: what has to be together, bundle by bundle.
+        trained: what has to be there of the model.
         inventory: of what will be taken in.
         placement: where everything lives.
         stepping: when the optimizers step.
@@ -91,11 +91,11 @@ def policies_for(
         len(optimizers),
         placing,
     )
-    if meter is not None and sets:
+    if meter is not None and trained.sets:
         quota = DeviceQuota(
             store,
             store.stats().tiers[fastest].capacity_bytes,
-            sets,
+            trained,
             meter,
             lambda own: prefetcher.set_limit(fastest, placing.placement.ahead_bytes(fastest, own)),
             inventory.gradients.staying_bytes,

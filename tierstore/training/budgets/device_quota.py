@@ -14,7 +14,7 @@ from tierstore.store import Store
 from tierstore.training import locks
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
 from tierstore.training.bundles.lease_room import let_frames_go
-from tierstore.training.bundles.working_sets import WorkingSet, largest_needs, too_large
+from tierstore.training.bundles.working_sets import TrainedSets, largest_needs, too_large
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.own_work import ordinary_mode
 from tierstore.units import format_bytes
@@ -28,7 +28,7 @@ class DeviceQuota:
     Args:
         store: with a device tier as its fastest.
         limit_bytes: all that the program may have on the device.
-        sets: of every bundle.
+        trained: what has to be there of the model.
         meter: of what the program has outside the store.
         resized: told how much is the store's own.
         staying_bytes: returns the bytes of gradients that are the program's for now.
@@ -42,7 +42,7 @@ class DeviceQuota:
         self,
         store: Store,
         limit_bytes: int,
-        sets: Sequence[WorkingSet],
+        trained: TrainedSets,
         meter: Meter,
         resized: Callable[[int], None],
         staying_bytes: Callable[[], int],
@@ -53,15 +53,15 @@ class DeviceQuota:
         self._limit_bytes = limit_bytes
         self._meter = meter
         self._resized = resized
-        trained = trained_bytes(sets)
-        if trained.largest_bytes > limit_bytes:
-            raise too_large(self._tier, limit_bytes, sets)
+        needed = trained_bytes(trained)
+        if needed.largest_bytes > limit_bytes:
+            raise too_large(self._tier, limit_bytes, trained.sets)
         below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
         # Guards what is given and leased; held while hardware makes room.
         self._lock = locks.new_lock(Rank.DEVICE_QUOTA)
         has_streams = store.device.type != CPU
         self._share = DeviceShare(
-            limit_bytes, trained, sum(below), staying_bytes, said_high, has_streams=has_streams
+            limit_bytes, needed, sum(below), staying_bytes, said_high, has_streams=has_streams
         )
         self._high = 1.0 if said_high is None else said_high  # as the store has it
         self._give(self._share.own_bytes)
@@ -279,8 +279,9 @@ class DeviceQuota:
                 return
 
 
-def trained_bytes(sets: Sequence[WorkingSet]) -> TrainedBytes:
+def trained_bytes(trained: TrainedSets) -> TrainedBytes:
     """Return what a store has to hold of all bundles; at least one."""
+    sets = trained.sets
     all_bytes = sum(each.nbytes for each in sets)
     _, largest_bytes = largest_needs(sets)
     return TrainedBytes(
@@ -289,5 +290,5 @@ def trained_bytes(sets: Sequence[WorkingSet]) -> TrainedBytes:
         pinned_bytes=sum(each.pinned_bytes for each in sets),
         largest_bytes=largest_bytes,
         largest_bundle_bytes=max(each.bundle_bytes for each in sets),
-        widening=max(each.widening for each in sets),
+        widening=trained.widening,
     )

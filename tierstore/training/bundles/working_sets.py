@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tierstore.errors import CapacityError
 from tierstore.planning.deciding import ALIGNMENT_BYTES
@@ -59,7 +59,6 @@ class WorkingSet:
         gradients: the bytes of each gradient.
         pinned_bytes: of its tensors, where they stay on the device.
         is_buffer: whether it is a buffer: nobody trains it.
-        widening: the most numbers that a matrix among its tensors makes of each it is given.
     """
 
     name: str
@@ -68,7 +67,6 @@ class WorkingSet:
     gradients: tuple[int, ...] = ()
     pinned_bytes: int = 0
     is_buffer: bool = False
-    widening: float = 1.0
 
     @property
     def together_bytes(self) -> int:
@@ -91,6 +89,18 @@ class WorkingSet:
     def nbytes(self) -> int:
         """Return the bytes of all."""
         return self.bundle_bytes + self.state_bytes + sum(self.gradients)
+
+
+class TrainedSets(NamedTuple):
+    """What has to be there of a whole model.
+
+    Attributes:
+        sets: bundle by bundle.
+        widening: the most numbers that a matrix makes of each it is given.
+    """
+
+    sets: Sequence[WorkingSet]
+    widening: float
 
 
 @dataclass(frozen=True, slots=True)
