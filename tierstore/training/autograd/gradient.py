@@ -191,7 +191,8 @@ class Gradient:
 def is_alone(parameter: torch.Tensor) -> bool:
     """Whether nothing but a parameter refers to the gradient that autograd sees, or to its memory.
 
-    To be called while one local variable of the caller's refers to it.
+    To be called while one local variable of the caller's refers to it.  Memory that PyTorch has not allocated
+    is taken to be somebody else's, too.
     """
     return all(now <= alone for now, alone in zip(_count_holders(parameter), _ALONE, strict=True))
 
@@ -203,6 +204,8 @@ def _count_holders(parameter: torch.Tensor) -> tuple[int, int, int]:
     assert gradient is not None
     storage = gradient.untyped_storage()
     uses = storage_use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+    if not storage.resizable():  # PyTorch has not allocated it: an array of numpy's, which nobody can see
+        uses = sys.maxsize
     return tensor_use_count(gradient), sys.getrefcount(gradient), uses
 
 

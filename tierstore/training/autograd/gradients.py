@@ -335,7 +335,7 @@ class Gradients:
             flat = flat_bytes(fresh, places[0], nbytes)
             storage = flat.untyped_storage()
             self._note_put(binding, storage, room_bytes(gradient.home, self._store.tier_names[0], nbytes))
-            # What PyTorch has not allocated somebody else may write to, such as an array of numpy's.
+            # What other processes have reduced may lie in memory that PyTorch has not allocated.
             self._store.put(key, flat, tier=gradient.home.tier, adopt=storage.resizable())
         gradient.binding = binding
         gradient.move(GradientState.STASHED)
