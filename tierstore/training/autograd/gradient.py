@@ -106,6 +106,7 @@ class Gradient:
         flights: how many backward passes work on it now.
         accumulations: how many backward passes have added to it since the last step.
         stepper: the thread whose optimizer steps with it now; ``None``: there is none.
+        given_address: of the memory of the store's in which it was given back; 0: it never was.
         known_uses: of the binding, by accumulation and by the optimizer.
         lock: guards all of these, and the gradient that autograd itself sees while no pass works on it.
     """
@@ -115,6 +116,7 @@ class Gradient:
         "accumulations",
         "binding",
         "flights",
+        "given_address",
         "home",
         "known_uses",
         "lock",
@@ -136,6 +138,7 @@ class Gradient:
         self.accumulations = 0
         self.known_uses = 0
         self.stepper: int | None = None
+        self.given_address = 0
         self.lock = locks.new_lock(Rank.GRADIENT)
         self._lent_with = (0, 0)
 
@@ -148,6 +151,14 @@ class Gradient:
     def is_untouched(self) -> bool:
         """Whether it waits in the store and nobody has looked at it since."""
         return self.binding is not None and self.binding.uses == self.known_uses
+
+    def may_be_shared(self, values: torch.Tensor) -> bool:
+        """Say whether values lie in memory of somebody's whom nobody can see, such as an array of numpy's.
+
+        That is memory that PyTorch has not allocated, but what the store has given.
+        """
+        storage = values.untyped_storage()
+        return not storage.resizable() and storage.data_ptr() != self.given_address
 
     def know_uses(self) -> None:
         """Take the uses until now for our own."""
@@ -191,8 +202,7 @@ class Gradient:
 def is_alone(parameter: torch.Tensor) -> bool:
     """Whether nothing but a parameter refers to the gradient that autograd sees, or to its memory.
 
-    To be called while one local variable of the caller's refers to it.  Memory that PyTorch has not allocated
-    is taken to be somebody else's, too.
+    To be called while one local variable of the caller's refers to it.
     """
     return all(now <= alone for now, alone in zip(_count_holders(parameter), _ALONE, strict=True))
 
@@ -204,8 +214,6 @@ def _count_holders(parameter: torch.Tensor) -> tuple[int, int, int]:
     assert gradient is not None
     storage = gradient.untyped_storage()
     uses = storage_use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
-    if not storage.resizable():  # PyTorch has not allocated it: an array of numpy's, which nobody can see
-        uses = sys.maxsize
     return tensor_use_count(gradient), sys.getrefcount(gradient), uses
 
 

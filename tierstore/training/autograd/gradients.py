@@ -256,6 +256,7 @@ class Gradients:
         if (
             gradient.stay is not GradientStay.ALWAYS
             and _has_plain_bytes(native)
+            and not gradient.may_be_shared(native)
             and is_alone(gradient.parameter)
         ):
             self._put(gradient, native)
@@ -295,7 +296,8 @@ class Gradients:
             self._take_back(gradient)
         elif native is not None:
             self._forget(gradient)
-            if not (self._is_stashable(gradient, native) and is_alone(gradient.parameter)):
+            is_own = self._is_stashable(gradient, native) and not gradient.may_be_shared(native)
+            if not (is_own and is_alone(gradient.parameter)):
                 gradient.stay = (
                     gradient.stay if gradient.stay is GradientStay.ALWAYS else GradientStay.UNTIL_ZEROED
                 )
@@ -464,6 +466,7 @@ class Gradients:
         handle = binding.tensors[0]
         with natively():
             binding.slots[0].attach(handle, values)
+            gradient.given_address = values.untyped_storage().data_ptr()
         handle.__class__ = binding.plain[0]
         guard.dismiss(binding)
         show_gradient(gradient.parameter, handle)
