@@ -138,10 +138,7 @@ class Store:
         def fill(room: Opening) -> None:
             self._tensor_io.fill(room, tensor.detach(), spec)
 
-        memory: torch.Tensor | None = None
-        if adopt and self.can_adopt and tensor.device == self.device and is_whole(tensor, spec):
-            with torch.no_grad():
-                memory = bytes_of(tensor.detach())
+        memory = self._as_it_lies(tensor, spec) if adopt and self.can_adopt else None
         number = self._engine.number()
         self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill, memory)
 
@@ -175,18 +172,24 @@ class Store:
                 key=key,
                 tier=self.tier_names[0],
             )
-        if not is_whole(tensor, spec) or tensor.device != self.device:
+        memory = self._as_it_lies(tensor, spec)
+        if memory is None:
             raise UsageError(
                 f"cannot adopt {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
                 f"{str(tensor.device)!r}: it has to fill its storage, on {str(self.device)!r}. "
                 "Put it instead.",
                 key=key,
             )
-        with torch.no_grad():
-            memory = bytes_of(tensor.detach())
         number = self._engine.number()
         event = m.PutRequested(number, key, spec.nbytes, 0, replace=False, spec=spec)
         self._engine.adopt(event, memory)
+
+    def _as_it_lies(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor | None:
+        """Return the bytes of a tensor that fills its storage on `device`; ``None``: it does not."""
+        if tensor.device != self.device or not is_whole(tensor, spec):
+            return None
+        with torch.no_grad():
+            return bytes_of(tensor.detach())
 
     @in_one_piece
     def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:

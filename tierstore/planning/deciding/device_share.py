@@ -17,9 +17,9 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    long as that is several times what the program took so far: what leaves costs nothing but to come again.
 5. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
-6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a half,
-   more, a quarter of what may stay at most, is written back before anybody waits for it: so what comes up
-   does not wait for what goes down.  Not where the processor that computes is the one that copies.
+6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a half, a
+   quarter of what may stay at most, is written back before anybody waits for it: so what comes up does not
+   wait for what goes down.  Not where the processor that computes is the one that copies.
 7. Where a program calls parts of the model itself, inputs are compared part by part.  One that was not
    measured yet, or whose inputs have grown, leaves the store nothing until it was; what was measured of
    several parts counts for its most, as uses of them differ.

@@ -340,6 +340,7 @@ class Gradients:
             # What other processes have reduced may lie in memory that PyTorch has not allocated.
             self._store.put(key, flat, tier=gradient.home.tier, adopt=storage.resizable())
         gradient.binding = binding
+        gradient.given_address = 0  # that memory may be somebody else's next
         gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)
         guard.enrol(binding, self._fault_handler)
