@@ -121,8 +121,11 @@ def before_the_group(rank: int, processes: int, folder: Path) -> object:
 
 
 def one_that_does_not_come(rank: int, processes: int, folder: Path) -> object:
-    """One ends instead of coming; the others say so."""
-    if rank == 0:
+    """One ends instead of coming, but only once the other one has connected to it, which says so then."""
+    if rank:
+        distributed.recv(torch.empty(1), 0)
+    else:
+        distributed.send(torch.ones(1), 1)
         (folder / "said").write_text(refused({**WHOLE, "offload_path": str(folder)}))
     os._exit(0)
 

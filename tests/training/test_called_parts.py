@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +299,66 @@ def test_parts_that_take_unlike_much_stay_within_the_budget(order: str, tmp_path
             optimizers[which].zero_grad()
 
 
+class Ways(nn.Module):
+    """A model that makes four times as much in each layer where it is told so, in one way or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branch() for _ in range(DEEP))
+
+    def forward(
+        self, x: Tensor, *, is_wide: bool = False, task: str = "", memory: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Transform ``(batch, DIM)``."""
+        switches = (is_wide, task == "wide", memory is not None, not self.training)
+        widening = 4 if any(switches) or torch.is_autocast_enabled("cpu") else 1
+        x = x.float()
+        for layer in self.layers:
+            x = torch.cat([layer(x)] * widening).tanh()[: len(x)]
+        return x
+
+
+def _in_autocast(model: Ways, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found: Tensor = model(x)
+    return found
+
+
+WAYS: dict[str, Callable[[Ways, Tensor], Tensor]] = {
+    "switch": lambda model, x: model(x, is_wide=True),
+    "word": lambda model, x: model(x, task="wide"),
+    "argument": lambda model, x: model(x, memory=[x[:0]]),
+    "evaluating": lambda model, x: model.eval()(x),
+    "autocast": _in_autocast,
+}
+
+
+@pytest.mark.skipif(is_on_accelerator, reason="an independent meter sees an emulated device only")
+@pytest.mark.parametrize("order", ["nnnw", "wn", "nwnw", "nnw"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_ways_that_take_unlike_much_stay_within_the_budget(
+    *, is_training: bool, way: str, order: str, tmp_path: Path
+) -> None:
+    """Inputs are as large in each call: it is what else is given that makes one take more."""
+    limit_bytes = (80 if is_training else 18) * LAYER_BYTES
+    model = Ways()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3) if is_training else None
+    config = config_of("device", tmp_path, {"max_device_memory": limit_bytes})
+    with DeviceBudget(limit_bytes) as meter, offload(model, optimizer, config) as run:
+        for kind in 3 * order:
+            x = torch.randn(DIM, DIM)
+            with torch.set_grad_enabled(is_training):
+                found = WAYS[way](model.train(), x) if kind == "w" else model.train()(x)
+            if optimizer is not None:
+                found.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        kept_bytes = run.store.stats().tiers["device"].charged_bytes
+    assert meter.peak_bytes > limit_bytes // 2
+    assert kept_bytes, "what the wide ones leave is the store's"
+
+
 # ---------------------------------------------------------------------- what is interrupted, ended, compiled
 
 
@@ -317,9 +377,11 @@ def test_a_use_begins_where_the_program_calls_and_nowhere_else(
     model, begun = Pair(), list[nn.Module]()
     begin = Session._begin_forward
 
-    def note(session: Session, called: nn.Module, inputs: Sequence[object]) -> None:
+    def note(
+        session: Session, called: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         begun.append(called)
-        begin(session, called, inputs)
+        begin(session, called, args, kwargs)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -39,6 +39,13 @@ def test_one_part_follows_another_until_one_comes_again(calls: str, expected: st
     assert "".join(map(str, found)).startswith(expected)
 
 
+@pytest.mark.parametrize("before", [1, 20, 500])
+def test_a_program_that_changes_its_ways_is_followed_soon(before: int) -> None:
+    """However often another part came next: what is expected is what comes now, after a few more calls."""
+    found = _order("ab" * before + "ac" * 12 + "a").expected("a")
+    assert found[:2] == ["a", "c"]
+
+
 @given(st.text("abcd", min_size=2, max_size=30))
 def test_every_known_part_is_expected(calls: str) -> None:
     order = _order(calls + calls[0])

@@ -409,7 +409,7 @@ class Session:
         """Drop swapped activations that nobody waits for."""
         self._reclaimers.sweep(but=self.bindings)
 
-    def _begin_forward(self, module: nn.Module, inputs: Sequence[object]) -> None:
+    def _begin_forward(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         self._require("the model is called")
         self.accumulation.settle()
         self.bindings.forget_addresses()
@@ -420,9 +420,9 @@ class Session:
         self._stepped_in_backward.clear()
         if self.budget is not None:
             phase = StepPhase.MODEL if torch.is_grad_enabled() else StepPhase.EVALUATION
-            self.budget.begin_forward(module, inputs, phase)
+            self.budget.begin_forward(module, args, kwargs, phase)
         if torch.is_grad_enabled() or not self.optimizers:
-            self.recorder.begin_forward(inputs)
+            self.recorder.begin_forward((*args, *kwargs.values()))
         else:
             self.recorder.tell(Sign.EVALUATION)
         if self._in_backward is not None:

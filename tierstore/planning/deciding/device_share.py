@@ -20,9 +20,9 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
 6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a half, a
    quarter of what may stay at most, is written back before anybody waits for it: so what comes up does not
    wait for what goes down.  Not where the processor that computes is the one that copies.
-7. Where a program calls parts of the model itself, inputs are compared part by part.  One that was not
-   measured yet, or whose inputs have grown, leaves the store nothing until it was; what was measured of
-   several parts counts for its most, as uses of them differ.
+7. Where a program calls parts of the model itself, or one in several ways, inputs are compared part by part
+   and way by way.  One that was not measured yet, or whose inputs have grown, leaves the store nothing until
+   it was; what was measured of several counts for its most, as uses of them differ.
 8. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
@@ -170,7 +170,7 @@ class DeviceShare:
 
         Args:
             phase: in a step (``MODEL``), or for itself (``EVALUATION``).
-            called: the part that the program calls; ``None``: it calls nothing but the whole.
+            called: the part that the program calls, and in which way; ``None``: the whole, in one way.
         """
         self._conclude()
         self._lessons[phase].begin(called)

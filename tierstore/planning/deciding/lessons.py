@@ -1,4 +1,4 @@
-"""How much is known of a program's uses of a model, and of the parts that it calls itself."""
+"""How much is known of a program's uses of a model, and of the parts that it calls itself, way by way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LITTLE_LARGER = MARGIN
 
 @dataclass(slots=True, eq=False)
 class CalledPart:
-    """What is known of the inputs of a model, or of a part that the program calls."""
+    """What is known of the inputs of a model, or of a part that the program calls, in one way to call it."""
 
     seen_elements: int = -1  # of the largest inputs so far
     measured_elements: int = -1  # of the largest ones that were measured
@@ -42,7 +42,7 @@ class Lesson:
 
     @property
     def has_several(self) -> bool:
-        """Whether the program calls several parts."""
+        """Whether the program calls several parts, or one in several ways."""
         return len(self.parts) > 1
 
     def begin(self, called: Hashable) -> None:

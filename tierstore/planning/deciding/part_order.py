@@ -3,7 +3,8 @@
 An encoder is called once and a decoder many times, or every layer after the one before.  What a part has used
 is used again when it is called again: who plans for one call has to know which others come before that.
 
-1. After a part comes what came after it most often; among equals, what did last.
+1. After a part comes what came after it most often; among equals, what did last.  What was long ago counts
+   less and less, so that a program that changes its ways is followed.
 2. So one part follows another until one comes again, which is expected once more.  All others come after
    that, what was called longest ago first.
 """
@@ -11,6 +12,8 @@ is used again when it is called again: who plans for one call has to know which 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+
+_REMEMBERED = 16  # calls after a part, at which all of them count half
 
 
 class PartOrder:
@@ -38,6 +41,8 @@ class PartOrder:
         followers = self._followers.setdefault(part, {})
         expected = self._follower_of(part)
         followers[following] = followers.pop(following, 0) + 1
+        if sum(followers.values()) > _REMEMBERED:
+            self._followers[part] = {each: count // 2 for each, count in followers.items() if count > 1}
         return self._accesses[part] != former or self._follower_of(part) != expected
 
     def __contains__(self, part: Hashable) -> bool:

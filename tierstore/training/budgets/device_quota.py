@@ -5,13 +5,16 @@ It measures what the program takes, tells the share, and gives the store what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
 
 from tierstore.errors import CapacityError
 from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, TrainedBytes
 from tierstore.planning.homes import CPU
 from tierstore.store import Store
 from tierstore.training import locks
+from tierstore.training.budgets.called_ways import CalledWays
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
 from tierstore.training.bundles.lease_room import let_frames_go
 from tierstore.training.bundles.working_sets import TrainedSets, largest_needs, too_large
@@ -52,6 +55,7 @@ class DeviceQuota:
         self._tier = store.tier_names[0]
         self._limit_bytes = limit_bytes
         self._meter = meter
+        self._ways = CalledWays(store.device.type)
         self._resized = resized
         needed = trained_bytes(trained)
         if needed.largest_bytes > limit_bytes:
@@ -68,16 +72,20 @@ class DeviceQuota:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def begin_forward(self, called: Hashable, inputs: Sequence[object], phase: StepPhase) -> None:
+    def begin_forward(
+        self, called: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], phase: StepPhase
+    ) -> None:
         """A model, or a part, begins to run: in a step (``MODEL``) or for itself (``EVALUATION``).
 
         Args:
             called: by the program.
-            inputs: that it is given.
+            args: that it is given.
+            kwargs: that it is given by name.
             phase: that begins.
         """
-        self._share.begin_use(phase, called)
+        self._share.begin_use(phase, self._ways.way_of(called, args, kwargs))
         self._enter(phase)
+        inputs = (*args, *kwargs.values())
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         needed_bytes = self._share.too_much(phase, elements)
         if needed_bytes is not None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -363,14 +363,14 @@ class CalledHooks(ModuleHooks):
 
     Args:
         hooks: of the module alone.
-        begin: called with the module and what it is given, before it runs.
+        begin: called with the module and what it is given, without names and by name, before it runs.
         end: called after it, well or badly.
     """
 
     def __init__(
         self,
         hooks: ModuleHooks,
-        begin: Callable[[nn.Module, Sequence[object]], None],
+        begin: Callable[[nn.Module, Sequence[object], Mapping[str, object]], None],
         end: Callable[[], None],
     ) -> None:
         super().__init__(hooks.windows, hooks.module, hooks.bindings)
@@ -386,7 +386,7 @@ class CalledHooks(ModuleHooks):
         """The module begins to run."""
         self.windows.discard_interrupted(self.module)
         if self._is_by_program:
-            self._begin(self.module, (*args, *kwargs.values()))
+            self._begin(self.module, args, kwargs)
         super().before(args, kwargs)
 
     def after(self) -> None:

@@ -1,0 +1,67 @@
+"""In which ways a program calls a model, or a part of it: one way may take much more than another.
+
+1. Calls are alike if they run the same module in the same mode, of training and of autocast, and give it the
+   same arguments: tensors of the same types, and the same switches (truth values, strings, enums, ``None``).
+   How large tensors are is for others to look at; numbers tell nothing, as positions change with every call.
+2. Of each module so many ways are told apart.  All others are one, as a string may be a switch or a text.
+
+What a module reads elsewhere, such as an attribute that somebody changed, is not seen.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+MOST_WAYS = 16
+"""Ways to call a module that are told apart."""
+
+_SWITCHES = (bool, str, bytes, type(None))
+
+
+class CalledWays:
+    """Tells the ways apart in which a program calls the modules of a model.
+
+    Args:
+        device_type: of the device that they compute on, for which autocast may be on.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._known: dict[nn.Module, set[Hashable]] = {}
+
+    def way_of(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Hashable:
+        """Return what is the same for calls of a module that are alike, and for no others.
+
+        Args:
+            module: that is called.
+            args: what it is given without a name.
+            kwargs: what it is given by name.
+        """
+        is_autocast = torch.is_autocast_enabled(self._device_type)
+        given = (tuple(map(_look, args)), _look(kwargs))
+        way: Hashable = (module.training, is_autocast, given)
+        known = self._known.setdefault(module, set())
+        if way not in known and len(known) >= MOST_WAYS:
+            return module, None
+        known.add(way)
+        return module, way
+
+
+def _look(value: object) -> Hashable:
+    """Return what of an argument tells ways apart."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return kind, value.dtype
+    if isinstance(value, enum.Enum):
+        return kind, value.name
+    if kind in _SWITCHES:
+        return kind, repr(value)
+    if isinstance(value, Mapping):
+        return kind, frozenset((str(name), _look(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return kind, frozenset(map(_look, value))
+    return kind, None
