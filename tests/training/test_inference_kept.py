@@ -76,6 +76,33 @@ def test_of_a_model_that_fits_twice_nothing_moves_after_its_first_forward(
     assert moved[1:] == [0] * 7
 
 
+class Parted(nn.Module):
+    """A model of which a program calls the whole, in two ways, or the first half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = _model()
+        self.first, self.second = layers[: LAYERS // 2], layers[LAYERS // 2 :]
+
+    def forward(self, x: Tensor, *, is_decoding: bool = False) -> Tensor:
+        """Transform ``(rows, WIDTH)``."""
+        found: Tensor = self.second(x if is_decoding else self.first(x))
+        return found
+
+
+@pytest.mark.parametrize("tiers", ["device", "three"])
+def test_parts_and_ways_that_come_later_bring_nothing_that_is_there(tiers: str, tmp_path: Path) -> None:
+    """As to generate from an encoder and a decoder: first a part is called, then the whole in some ways."""
+    model = Parted()
+    with offload(model, None, _config(tiers, tmp_path, 4 * MODEL_BYTES)) as run, torch.no_grad():
+        for _ in range(3):
+            encoded = model.first(_inputs(4))
+            model(encoded, is_decoding=True)
+            model(_inputs(4))
+        moved_bytes = _moved_up(run)
+    assert moved_bytes <= MODEL_BYTES
+
+
 def test_of_one_that_does_not_fit_a_part_stays(tmp_path: Path) -> None:
     model = _model()
     with offload(model, None, _config("device", tmp_path, MODEL_BYTES // 2)) as run:

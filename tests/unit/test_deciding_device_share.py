@@ -166,7 +166,7 @@ def test_room_for_gradients_is_left_where_they_are_the_programs_own() -> None:
     [
         (0, 1100, 0, 1.0),  # it is not known yet
         (300, 1100, 0, 0.75),  # a quarter at most
-        (900, 2000, 0, round(1 - 125 / 900, 2)),  # one bundle of 100 bytes, and a quarter of one
+        (900, 2000, 0, round(1 - 150 / 900, 2)),  # one bundle of 100 bytes, and half of one
         (1000, 1100, 0, 1.0),  # all of it fits
         (900, 1100, 100, 1.0),  # all that is not the program's own does
         (300, 1099, 0, 1.0),  # the device has to hold what is nowhere else
@@ -335,9 +335,27 @@ def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of
     assert not _evaluate(share, Use(0, elements=11, called="decoder"))  # little larger
     assert share.own_bytes == 400_000 - 110_000
     begin(share, StepPhase.EVALUATION, Use(0, elements=20, called="decoder"))
-    assert (share.own_bytes, share.is_learning) == (0, True)
+    assert (share.own_bytes, share.is_learning) == (200_000, True)  # what a first one has at its beginning
+    assert share.is_guessing
+    share.guess(60_000, 0, 0)
+    assert share.own_bytes == 400_000 - 4 * 60_000
     share.end_evaluation(PhasePeak(150_000), is_whole=True)
     assert share.own_bytes == 400_000 - 165_000
+
+
+@pytest.mark.parametrize(("first_bytes", "left_bytes"), [(100_000, 200_000), (300_000, 70_000)])
+def test_a_part_that_was_not_measured_leaves_half_or_what_those_before_it_left(
+    first_bytes: int, left_bytes: int
+) -> None:
+    share = share_of(400_000)
+    _evaluate(share, Use(first_bytes, called="encoder"))
+    begin(share, StepPhase.EVALUATION, Use(0, called="decoder"))
+    assert (share.own_bytes, share.is_guessing) == (left_bytes, True)
+    share.guess(0, 0, 0)
+    assert share.own_bytes == left_bytes
+    share.end_evaluation(PhasePeak(20_000), is_whole=False)  # what was kept may have been in its way
+    begin(share, StepPhase.EVALUATION, Use(0, called="decoder"))
+    assert (share.own_bytes, share.is_guessing) == (0, False)
 
 
 @pytest.mark.parametrize("elements", [10, 5])

@@ -13,8 +13,8 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    they end, and the program is measured in every step.
 4. Evaluations are measured apart from steps, and one is enough, as it makes no state.  Between two uses the
    store has what it has in a step; where none was measured yet, what it has in an evaluation: what fits
-   then stays from one forward pass to the next.  In the first one it has half of the device already, as
-   long as that is several times what the program took so far: what leaves costs nothing but to come again.
+   then stays from one forward pass to the next.  In the first of its kind it has half of the device already,
+   as long as that is several times what the program took so far: what leaves costs nothing but to come again.
 5. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again, unless they are little larger than those that were.  Smaller inputs teach nothing about larger ones.
 6. Where the store cannot have everything there, and the tiers below can, room for one bundle and a half, a
@@ -22,7 +22,8 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    wait for what goes down.  Not where the processor that computes is the one that copies.
 7. Where a program calls parts of the model itself, or one in several ways, inputs are compared part by part
    and way by way.  One that was not measured yet, or whose inputs have grown, leaves the store nothing until
-   it was; what was measured of several counts for its most, as uses of them differ.
+   it was, in an evaluation what a first one leaves; what was measured of several counts for its most, as uses
+   of them differ.
 8. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
@@ -245,13 +246,13 @@ class DeviceShare:
 
     @property
     def is_guessing(self) -> bool:
-        """Whether it is the first evaluation: `guess` is asked whenever leases begin or have ended."""
-        if not self._may_guess or StepPhase.EVALUATION in self._program:
+        """Whether an evaluation of its kind is the first: `guess` is asked whenever leases begin or ended."""
+        if not self._may_guess or self._is_known(StepPhase.EVALUATION):
             return False
         return self.phase is StepPhase.EVALUATION and self.learns_from(StepPhase.EVALUATION)
 
     def guess(self, peak_bytes: int, whole_bytes: int, leased_bytes: int) -> None:
-        """Let the store keep, in a first evaluation, what its program will hardly take.
+        """Let the store keep, in a first evaluation of some kind, what its program will hardly take.
 
         Args:
             peak_bytes: what the program took in it so far, at most.
@@ -263,12 +264,16 @@ class DeviceShare:
         excess_bytes = whole_bytes - kept_bytes - self._limit_bytes
         if excess_bytes > 0:  # with nothing kept, too
             self._refuse_as_many(excess_bytes)
+        self._own[StepPhase.EVALUATION] = self._guessed_bytes(peak_bytes)
+
+    def _guessed_bytes(self, peak_bytes: int) -> int:
         standing_bytes = min(self._standing_bytes, peak_bytes)
         free_bytes = self._limit_bytes - standing_bytes
         later_bytes = int((peak_bytes - standing_bytes) * _GUESSED * self._trained.widening)
-        self._own[StepPhase.EVALUATION] = max(
-            self._floor_bytes, free_bytes - max(free_bytes // 2, later_bytes)
-        )
+        guessed_bytes = free_bytes - max(free_bytes // 2, later_bytes)
+        if StepPhase.EVALUATION in self._program:  # others of which it is known: it may take as much
+            guessed_bytes = min(guessed_bytes, self._rest_bytes(StepPhase.EVALUATION))
+        return max(self._floor_bytes, guessed_bytes)
 
     def end_evaluation(self, peak: PhasePeak, *, is_whole: bool) -> bool:
         """The model has run for itself; what it took is known at once.  Another phase is to be entered.
@@ -289,7 +294,7 @@ class DeviceShare:
         else:
             self._learning, self._has_ended = None, False
             self._seen.clear()
-            if self._may_guess and StepPhase.EVALUATION not in self._program:
+            if self._may_guess and not self._is_known(StepPhase.EVALUATION):
                 self._may_guess = False  # what was kept may have been in the way
                 self._own[StepPhase.EVALUATION] = self._floor_bytes
         return True
@@ -439,21 +444,26 @@ class DeviceShare:
 
     def _divide(self) -> None:
         """Make the store's own what the program leaves of the budget."""
+        for phase in self._program:
+            if self._is_known(phase):
+                self._own[phase] = max(self._floor_bytes, self._rest_bytes(phase))
+            elif phase is StepPhase.EVALUATION and self._may_guess:
+                self._own[phase] = self._guessed_bytes(self._standing_bytes)
+            else:
+                self._own[phase] = self._floor_bytes
+        like = StepPhase.MODEL if self._is_known(StepPhase.MODEL) else StepPhase.EVALUATION
+        self._own[StepPhase.BETWEEN] = self._own[like]
+
+    def _rest_bytes(self, phase: StepPhase) -> int:
+        """Return what the program leaves in a phase, as far as it was measured."""
         gradient_bytes = (
             self._trained.gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
         )
-        for phase in self._program:
-            if not self._is_known(phase):
-                self._own[phase] = self._floor_bytes
-                continue
-            rest_bytes = (
-                self._limit_bytes - self._spared(self._program[phase]) - gradient_bytes - self._unseen[phase]
-            )
-            if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
-                rest_bytes = min(rest_bytes, self._beside_steps_bytes)
-            self._own[phase] = max(self._floor_bytes, rest_bytes)
-        like = StepPhase.MODEL if self._is_known(StepPhase.MODEL) else StepPhase.EVALUATION
-        self._own[StepPhase.BETWEEN] = self._own[like]
+        program_bytes = self._spared(self._program[phase])
+        rest_bytes = self._limit_bytes - program_bytes - gradient_bytes - self._unseen[phase]
+        if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
+            return min(rest_bytes, self._beside_steps_bytes)
+        return rest_bytes
 
     def _is_known(self, phase: StepPhase) -> bool:
         """Whether the store's own in a phase is what the program leaves: enough uses were measured."""
