@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,6 +149,43 @@ def test_gradients_wait_in_the_store_until_everything_is_known_to_fit(tmp_path: 
             trial.optimizer.step()
             trial.optimizer.zero_grad()
     assert found == [4, 4, 0, 0]
+
+
+@pytest.mark.parametrize("stepped", [0, 2], ids=["by hand", "two layers by an optimizer"])
+@pytest.mark.parametrize("layers", [7, 8, 9, 10, 11, 12])
+def test_gradients_that_no_optimizer_steps_count_where_everything_is_to_fit(
+    layers: int, stepped: int, tmp_path: Path
+) -> None:
+    plain, ours = (build(layers)[0] for _ in range(2))
+    expected = _step_by_hand(plain, stepped, None)
+    with DeviceBudget(BUDGET_BYTES) as budget:
+        found = _step_by_hand(ours, stepped, _config(tmp_path))
+    assert_equal_lists(expected, found)
+    assert_equal_lists(list(plain.parameters()), list(ours.parameters()))
+    assert budget.peak_bytes <= BUDGET_BYTES
+
+
+def _step_by_hand(model: nn.Module, stepped: int, config: dict[str, object] | None) -> list[Tensor | None]:
+    """Train all of a model, its last layers by an optimizer; return the losses."""
+    assert isinstance(model, nn.Sequential)
+    cut = len(model) - stepped
+    optimizer = torch.optim.SGD(model[cut:].parameters(), 0.1) if stepped else None
+    with contextlib.nullcontext() if config is None else offload(model, optimizer, config):
+        torch.manual_seed(1)
+        losses: list[Tensor | None] = []
+        for _ in range(5):
+            loss = model(torch.randn(4, DIM)).square().mean()
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model[:cut].parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+            losses.append(loss.detach())
+    return losses
 
 
 def test_a_gradient_is_the_same_object_though_room_for_it_gets_short(tmp_path: Path) -> None:

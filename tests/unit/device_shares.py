@@ -18,9 +18,13 @@ PLENTY = 1 << 40
 
 
 def share_of(
-    limit_bytes: int, below_bytes: int = PLENTY, trained: TrainedBytes = TRAINED, staying_bytes: int = 0
+    limit_bytes: int,
+    below_bytes: int = PLENTY,
+    trained: TrainedBytes = TRAINED,
+    staying_bytes: int = 0,
+    came_bytes: int = 0,
 ) -> DeviceShare:
-    share = DeviceShare(limit_bytes, trained, below_bytes, lambda: staying_bytes)
+    share = DeviceShare(limit_bytes, trained, below_bytes, lambda: staying_bytes, lambda: came_bytes)
     share.quota_bytes = share.own_bytes
     return share
 

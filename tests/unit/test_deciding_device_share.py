@@ -161,6 +161,19 @@ def test_room_for_gradients_is_left_where_they_are_the_programs_own() -> None:
     assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000 - 7000
 
 
+@pytest.mark.parametrize("came_bytes", [0, TRAINED.gradient_bytes, TRAINED.gradient_bytes + 1, 150_000])
+def test_gradients_that_came_though_no_optimizer_steps_them_need_room_as_well(came_bytes: int) -> None:
+    more_bytes = max(0, came_bytes - TRAINED.gradient_bytes)
+    needed_bytes = TRAINED.all_bytes + 55_000 + more_bytes
+    for limit_bytes, fits in ((needed_bytes, True), (needed_bytes - 1, False)):
+        share = share_of(limit_bytes, came_bytes=came_bytes)
+        for _ in range(2):
+            _step(share, Use(50_000))
+        own_bytes = _own(share, Use(1))[StepPhase.MODEL]
+        assert share.has_room_for_gradients == fits
+        assert own_bytes == limit_bytes - 55_000 - (TRAINED.gradient_bytes + more_bytes if fits else 0)
+
+
 @pytest.mark.parametrize(
     ("kept_bytes", "below_bytes", "elsewhere_bytes", "high"),
     [
@@ -188,7 +201,7 @@ def test_what_stays_leaves_room_for_what_is_written_back_early(
     limit: int, model: int, said: float | None
 ) -> None:
     for has_streams in (True, False):
-        share = DeviceShare(limit, TRAINED, PLENTY, lambda: 0, said, has_streams=has_streams)
+        share = DeviceShare(limit, TRAINED, PLENTY, lambda: 0, lambda: 0, said, has_streams=has_streams)
         share.quota_bytes = share.own_bytes
         _check_room_of(share, model, said, has_streams=has_streams)
 

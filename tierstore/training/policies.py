@@ -98,7 +98,7 @@ def policies_for(
             trained,
             meter,
             lambda own: prefetcher.set_limit(fastest, placing.placement.ahead_bytes(fastest, own)),
-            inventory.gradients.staying_bytes,
+            inventory.gradients,
             placement.said_high(fastest, store.config.tiers[0].high),
         )
     return Policies(

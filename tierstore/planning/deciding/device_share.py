@@ -113,6 +113,7 @@ class DeviceShare:
         trained: what the store has to hold.
         below_bytes: what the tiers below the device can hold together.
         staying_bytes: returns the bytes of gradients that are the program's for now.
+        came_bytes: returns those of all that backward has made so far, each once, whoever steps them.
         said_high: see the attribute.
         has_streams: whether copies and computing go on beside each other.
 
@@ -128,6 +129,7 @@ class DeviceShare:
         trained: TrainedBytes,
         below_bytes: int,
         staying_bytes: Callable[[], int],
+        came_bytes: Callable[[], int],
         said_high: float | None = None,
         *,
         has_streams: bool = True,
@@ -161,6 +163,8 @@ class DeviceShare:
         self._elements: dict[CalledPart, int] = {}  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
         self._staying_bytes = staying_bytes
+        self._came_bytes = came_bytes
+        self._gradient_bytes = trained.gradient_bytes
         self._may_guess = True
         self._together_bytes = 0  # of leases since `guess` was asked last
 
@@ -308,6 +312,7 @@ class DeviceShare:
         if lesson is None or not self._has_ended:
             return
         self._learning, self._has_ended = None, False
+        self._gradient_bytes = max(self._gradient_bytes, self._came_bytes())
         largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
         for phase, peak_bytes in self._seen.items():
             former_bytes = 0 if len(largest) == len(lesson.parts) else self._program.get(phase, 0)
@@ -418,7 +423,8 @@ class DeviceShare:
     @property
     def has_room_for_gradients(self) -> bool:
         """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
-        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + self._trained.all_bytes
+        kept_bytes = self._trained.all_bytes - self._trained.gradient_bytes + self._gradient_bytes
+        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + kept_bytes
         return not self._lessons[StepPhase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
 
     @property
@@ -456,9 +462,7 @@ class DeviceShare:
 
     def _rest_bytes(self, phase: StepPhase) -> int:
         """Return what the program leaves in a phase, as far as it was measured."""
-        gradient_bytes = (
-            self._trained.gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
-        )
+        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
         program_bytes = self._spared(self._program[phase])
         rest_bytes = self._limit_bytes - program_bytes - gradient_bytes - self._unseen[phase]
         if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:

@@ -6,6 +6,7 @@ bytes are those that are simulated.  Where nothing is divided, the store has all
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -83,6 +84,7 @@ class DividedDevice:
             trained,
             sum(each.tier.capacity_bytes for each in below),
             lambda: self.staying_bytes,
+            lambda: trained.gradient_bytes,
             said_high,
             has_streams=store.has_streams,
         )
@@ -214,6 +216,10 @@ def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None
     """
     states = {unit.bundle: unit.state for unit in program.units}
     gradients = {unit.bundle: unit.gradients for unit in program.units}
+    all_gradients = collections.Counter[str | None]()  # by bundle; no optimizer need step them
+    for each in program.data.values():
+        if each.kind is ByteKind.GRADIENT:
+            all_gradients[each.owner] += align_up(each.nbytes, ALIGNMENT_BYTES)
     bundles = [each for each in program.data.values() if each.kind in (ByteKind.PARAMETERS, ByteKind.BUFFER)]
     if not bundles:
         return None
@@ -230,7 +236,7 @@ def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None
         )
         pinned_bytes = own_bytes if homes.is_pinned else 0
         kept += own_bytes + state_bytes
-        made += gradient_bytes
+        made += max(gradient_bytes, all_gradients[each.key])
         pinned += pinned_bytes
         largest = max(largest, own_bytes)
         alone.append(own_bytes + state_bytes + gradient_bytes - pinned_bytes)

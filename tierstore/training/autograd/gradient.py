@@ -105,6 +105,7 @@ class Gradient:
         stay: where it is while autograd does not work on it.
         flights: how many backward passes work on it now.
         accumulations: how many backward passes have added to it since the last step.
+        came_bytes: the most that came to the store; 0: none ever did.
         stepper: the thread whose optimizer steps with it now; ``None``: there is none.
         given_address: of the memory of the store's in which it was given back; 0: it never was.
         known_uses: of the binding, by accumulation and by the optimizer.
@@ -115,6 +116,7 @@ class Gradient:
         "_lent_with",
         "accumulations",
         "binding",
+        "came_bytes",
         "flights",
         "given_address",
         "home",
@@ -136,6 +138,7 @@ class Gradient:
         self.stay = GradientStay.IN_STORE
         self.flights = 0
         self.accumulations = 0
+        self.came_bytes = 0
         self.known_uses = 0
         self.stepper: int | None = None
         self.given_address = 0

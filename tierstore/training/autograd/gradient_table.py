@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tierstore.planning import Home
+from tierstore.planning.deciding import ALIGNMENT_BYTES
+from tierstore.planning.homes import CPU
 from tierstore.training.autograd.gradient import (
     Gradient,
     GradientState,
@@ -15,6 +17,7 @@ from tierstore.training.autograd.gradient import (
     nbytes_of,
 )
 from tierstore.training.bundles.tensor_slots import memory_of
+from tierstore.units import align_up
 
 
 class GradientTable:
@@ -47,6 +50,11 @@ class GradientTable:
         stay = [each for each in self if each.stay is not GradientStay.IN_STORE]
         natives = [native_gradient(each.parameter) for each in stay if each.state is GradientState.ORDINARY]
         return sum(nbytes_of(native) for native in natives if native is not None)
+
+    def came_bytes(self) -> int:
+        """Return the bytes of those that backward has made so far, each once, but what the host needs."""
+        came = (each.came_bytes for each in self if each.home.device != CPU)
+        return sum(align_up(nbytes, ALIGNMENT_BYTES) for nbytes in came)
 
     def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take all uses until now for our own."""

@@ -341,6 +341,7 @@ class Gradients:
             self._store.put(key, flat, tier=gradient.home.tier, adopt=storage.resizable())
         gradient.binding = binding
         gradient.given_address = 0  # that memory may be somebody else's next
+        gradient.came_bytes = max(gradient.came_bytes, nbytes)
         gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)
         guard.enrol(binding, self._fault_handler)

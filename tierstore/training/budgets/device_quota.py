@@ -14,6 +14,7 @@ from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, Train
 from tierstore.planning.homes import CPU
 from tierstore.store import Store
 from tierstore.training import locks
+from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.budgets.called_ways import CalledWays
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
 from tierstore.training.bundles.lease_room import let_frames_go
@@ -34,7 +35,7 @@ class DeviceQuota:
         trained: what has to be there of the model.
         meter: of what the program has outside the store.
         resized: told how much is the store's own.
-        staying_bytes: returns the bytes of gradients that are the program's for now.
+        gradients: of the model.
         said_high: as of `tierstore.planning.deciding.DeviceShare`.
 
     Raises:
@@ -48,7 +49,7 @@ class DeviceQuota:
         trained: TrainedSets,
         meter: Meter,
         resized: Callable[[int], None],
-        staying_bytes: Callable[[], int],
+        gradients: GradientTable,
         said_high: float | None,
     ) -> None:
         self._store = store
@@ -65,7 +66,13 @@ class DeviceQuota:
         self._lock = locks.new_lock(Rank.DEVICE_QUOTA)
         has_streams = store.device.type != CPU
         self._share = DeviceShare(
-            limit_bytes, needed, sum(below), staying_bytes, said_high, has_streams=has_streams
+            limit_bytes,
+            needed,
+            sum(below),
+            gradients.staying_bytes,
+            gradients.came_bytes,
+            said_high,
+            has_streams=has_streams,
         )
         self._high = 1.0 if said_high is None else said_high  # as the store has it
         self._give(self._share.own_bytes)
