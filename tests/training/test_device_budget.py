@@ -188,6 +188,42 @@ def _step_by_hand(model: nn.Module, stepped: int, config: dict[str, object] | No
     return losses
 
 
+@pytest.mark.parametrize("layers", [5, 7, 9, 11])
+def test_two_models_of_one_run_that_are_used_in_turn_stay_within_it(layers: int, tmp_path: Path) -> None:
+    plain, ours = _adversaries(layers), _adversaries(layers)
+    _train_adversaries(plain)
+    config = _config(tmp_path, 2 * BUDGET_BYTES, foresee=False)
+    with DeviceBudget(2 * BUDGET_BYTES) as budget, offload(ours.model, ours.optimizers, config):
+        _train_adversaries(ours)
+    assert_equal_lists(plain.logged, ours.logged)
+    assert budget.peak_bytes <= 2 * BUDGET_BYTES
+
+
+def _adversaries(layers: int) -> Trial:
+    model = nn.ModuleDict({name: build(layers)[0] for name in ("maker", "judge")})
+    return Trial(model, [torch.optim.Adam(each.parameters(), lr=1e-3) for each in model.values()])
+
+
+def _train_adversaries(trial: Trial) -> None:
+    """Gradients of the judge, which judges twice, wait in autograd for each other; the maker has none."""
+    assert isinstance(trial.model, nn.ModuleDict)
+    maker, judge = trial.model["maker"], trial.model["judge"]
+    makes, judges = trial.optimizers
+    torch.manual_seed(1)
+    for _ in range(4):
+        made = maker(torch.randn(4, DIM)).detach()
+        judgement = judge(made).mean() - judge(torch.randn(4, DIM)).mean()
+        judges.zero_grad()
+        judgement.backward()
+        judges.step()
+        trial.log(judgement)
+        loss = -judge(maker(torch.randn(4, DIM))).mean()
+        makes.zero_grad()
+        loss.backward()
+        makes.step()
+        trial.log(loss)
+
+
 def test_a_gradient_is_the_same_object_though_room_for_it_gets_short(tmp_path: Path) -> None:
     plain, ours = (Trial(*build(4)) for _ in range(2))
     with offload(ours.model, ours.optimizer, _config(tmp_path, max_device_memory="8MB")):

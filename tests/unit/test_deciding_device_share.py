@@ -324,6 +324,18 @@ def test_what_parts_take_that_are_called_apart_counts_for_its_most() -> None:
     assert [each[StepPhase.OPTIMIZER] for each in found] == [400_000 - 44_000] * 2
 
 
+def test_uses_of_the_same_parts_that_take_more_in_turn_count_for_their_most() -> None:
+    share = share_of(400_000)
+
+    def use(model_bytes: int) -> None:
+        begin(share, StepPhase.MODEL, Use(0, elements=10, called="maker"))
+        _step(share, Use(model_bytes, 20_000, elements=10, called="judge"))
+
+    for model_bytes in (200_000, 50_000, 50_000):
+        use(model_bytes)
+    assert _own(share, Use(0, elements=10, called="maker"))[StepPhase.MODEL] == 400_000 - 220_000
+
+
 @pytest.mark.parametrize("elements", [10, 30])
 def test_a_part_that_was_not_measured_leaves_the_store_nothing_until_it_was(elements: int) -> None:
     share = share_of(400_000)

@@ -315,7 +315,8 @@ class DeviceShare:
         self._gradient_bytes = max(self._gradient_bytes, self._came_bytes())
         largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
         for phase, peak_bytes in self._seen.items():
-            former_bytes = 0 if len(largest) == len(lesson.parts) else self._program.get(phase, 0)
+            is_like_all = bool(largest) and not lesson.has_several
+            former_bytes = 0 if is_like_all else self._program.get(phase, 0)
             self._program[phase] = max(former_bytes, peak_bytes)
         self._seen.clear()
         for part, elements in self._elements.items():
