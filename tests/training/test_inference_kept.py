@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.twins import config_of, same
+from tests.training.twins import config_of, is_on_accelerator, same
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Offload, offload
 
@@ -101,6 +101,50 @@ def test_parts_and_ways_that_come_later_bring_nothing_that_is_there(tiers: str, 
             model(_inputs(4))
         moved_bytes = _moved_up(run)
     assert moved_bytes <= MODEL_BYTES
+
+
+class Remembering(nn.Module):
+    """A model that is given what its layers have made so far, and adds to it what they make now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _model()
+
+    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:
+        """Transform ``(rows, 1, WIDTH)``; what is remembered is ``(rows, calls, WIDTH)`` for each layer."""
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            memory[number] = torch.cat([memory[number], x], 1)
+            x = x + memory[number].mean(1, keepdim=True)
+        return x
+
+
+CALLS, BATCH = 40, 4
+MEMORY_BYTES = LAYERS * CALLS * BATCH * WIDTH * 4  # 0.6 of the model
+
+
+@pytest.mark.skipif(is_on_accelerator, reason="an independent meter sees an emulated device only")
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.2, 1.5, 2.0])
+def test_what_is_remembered_from_call_to_call_takes_the_place_of_the_model(
+    share: float, tmp_path: Path
+) -> None:
+    """As keys and values do while tokens are generated, three times in turn."""
+    torch.manual_seed(0)
+    limit_bytes = int(share * MODEL_BYTES)
+    model = Remembering()
+    with (
+        DeviceBudget(limit_bytes) as meter,
+        offload(model, None, _config("device", tmp_path, limit_bytes)) as run,
+        torch.no_grad(),
+    ):
+        for _ in range(3):
+            x, memory = torch.ones(BATCH, 1, WIDTH), [torch.ones(BATCH, 0, WIDTH)] * LAYERS
+            for _ in range(CALLS):
+                x = model(x, memory)
+            del x, memory
+        moved = _moved_up(run) / MODEL_BYTES
+    assert meter.peak_bytes > min(0.8 * limit_bytes, MODEL_BYTES + MEMORY_BYTES)
+    assert moved <= (1 if share == 2 else 3 * CALLS)
 
 
 def test_of_one_that_does_not_fit_a_part_stays(tmp_path: Path) -> None:

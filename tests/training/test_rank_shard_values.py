@@ -58,7 +58,8 @@ def test_each_process_reads_its_part_straight_into_its_tiers(
     assert len(lives) == processes
     for each in lives:
         assert each[name]["here"] == 0
-        assert 0 < each[name]["peak"] < each[name]["whole"] / 4
+        # Beside what is read there is what processes share, for gathers and reductions of one layer.
+        assert 0 < each[name]["peak"] < each[name]["whole"] / 3
 
 
 @PROCESSES

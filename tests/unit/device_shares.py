@@ -53,3 +53,18 @@ def begin(share: DeviceShare, phase: StepPhase, use: Use) -> int | None:
         if share.begin_learning(phase, use.elements):
             share.note_standing(use.standing_bytes)
     return needed_bytes
+
+
+def step(share: DeviceShare, use: Use) -> int | None:
+    """One step; returns as `begin`."""
+    needed_bytes = begin(share, StepPhase.MODEL, use)
+    if needed_bytes is not None:
+        return needed_bytes
+    if share.is_learning:
+        share.note_at_gradients(use.at_gradients_bytes)
+    share.enter(StepPhase.OPTIMIZER, PhasePeak(use.model_bytes, whole_bytes=use.whole_bytes))
+    if share.learns_from(StepPhase.MODEL):
+        share.begin_step(0)
+    share.enter(StepPhase.BETWEEN, PhasePeak(use.optimizer_bytes))
+    share.end_step()
+    return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.device_shares import BUNDLE, PLENTY, TRAINED, Use, begin, share_of
+from tests.unit.device_shares import BUNDLE, PLENTY, TRAINED, Use, begin, share_of, step
 from tierstore.planning.deciding import (
     ALIGNMENT_BYTES,
     LEARNING_STEPS,
@@ -17,21 +19,6 @@ from tierstore.planning.deciding import (
     TrainedBytes,
     high_of,
 )
-
-
-def _step(share: DeviceShare, use: Use) -> int | None:
-    """One step; returns as `_begin`."""
-    needed_bytes = begin(share, StepPhase.MODEL, use)
-    if needed_bytes is not None:
-        return needed_bytes
-    if share.is_learning:
-        share.note_at_gradients(use.at_gradients_bytes)
-    share.enter(StepPhase.OPTIMIZER, PhasePeak(use.model_bytes, whole_bytes=use.whole_bytes))
-    if share.learns_from(StepPhase.MODEL):
-        share.begin_step(0)
-    share.enter(StepPhase.BETWEEN, PhasePeak(use.optimizer_bytes))
-    share.end_step()
-    return None
 
 
 def _own(share: DeviceShare, use: Use) -> dict[StepPhase, int]:
@@ -51,7 +38,7 @@ def test_nothing_is_the_stores_own_before_two_steps_were_measured() -> None:
     seen = []
     for _ in range(4):
         seen.append((share.own_bytes, share.is_learning))  # what a step taught is known when the next begins
-        _step(share, use)
+        step(share, use)
     assert seen == [(0, False), (0, True), (0, True), (200_000 - 55_000, False)]
 
 
@@ -86,7 +73,7 @@ def test_own_bytes_and_the_programs_peaks_are_within_the_budget_or_the_floor(
     share = share_of(limit_bytes, below_bytes, staying_bytes=staying_bytes)
     floor_bytes = share.own_bytes
     for _ in range(3):
-        _step(share, use)
+        step(share, use)
     own = _own(share, use)
     for phase, peak_bytes in (
         (StepPhase.MODEL, use.model_bytes),
@@ -103,8 +90,8 @@ def test_own_bytes_and_the_programs_peaks_are_within_the_budget_or_the_floor(
 def test_a_larger_budget_leaves_no_less_to_the_store(use: Use, limit_bytes: int, more_bytes: int) -> None:
     small, large = share_of(limit_bytes), share_of(limit_bytes + more_bytes)
     for _ in range(3):
-        _step(small, use)
-        _step(large, use)
+        step(small, use)
+        step(large, use)
     if small.has_room_for_gradients == large.has_room_for_gradients and (
         small.allows_steps_in_backward == large.allows_steps_in_backward
     ):
@@ -120,7 +107,7 @@ def test_gradients_are_the_programs_own_exactly_where_all_is_known_to_fit(use: U
         share = share_of(limit_bytes)
         for _ in range(3):
             assert not share.has_room_for_gradients
-            _step(share, use)
+            step(share, use)
         assert share.has_room_for_gradients == fits
 
 
@@ -139,25 +126,30 @@ def test_steps_in_backward_are_allowed_where_a_bundle_and_its_new_values_fit_bes
         share = share_of(limit_bytes)
         for _ in range(3):
             assert not share.allows_steps_in_backward
-            _step(share, use)
+            step(share, use)
         assert share.allows_steps_in_backward == is_allowed
 
 
-def test_the_last_step_measured_counts_as_the_first_makes_state() -> None:
+@pytest.mark.parametrize("peaks", [(100_000, 50_000), (50_000, 100_000)])
+def test_the_larger_of_two_steps_counts_and_of_optimizers_the_last_as_the_first_makes_state(
+    peaks: Sequence[int],
+) -> None:
     share = share_of(380_000)
-    for model_bytes in (100_000, 50_000):
-        _step(share, Use(model_bytes))
-    assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000
+    for nbytes in peaks:
+        step(share, Use(nbytes, nbytes))
+    own = _own(share, Use(1))
+    assert own[StepPhase.MODEL] == 380_000 - 110_000
+    assert own[StepPhase.OPTIMIZER] == 380_000 - int(peaks[-1] * 1.1)
 
 
 def test_room_for_gradients_is_left_where_they_are_the_programs_own() -> None:
     share = share_of(400_000, staying_bytes=7000)
     for _ in range(2):
-        _step(share, Use(50_000))
+        step(share, Use(50_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 55_000 - TRAINED.gradient_bytes
     share = share_of(380_000, staying_bytes=7000)
     for _ in range(2):
-        _step(share, Use(50_000))
+        step(share, Use(50_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000 - 7000
 
 
@@ -168,7 +160,7 @@ def test_gradients_that_came_though_no_optimizer_steps_them_need_room_as_well(ca
     for limit_bytes, fits in ((needed_bytes, True), (needed_bytes - 1, False)):
         share = share_of(limit_bytes, came_bytes=came_bytes)
         for _ in range(2):
-            _step(share, Use(50_000))
+            step(share, Use(50_000))
         own_bytes = _own(share, Use(1))[StepPhase.MODEL]
         assert share.has_room_for_gradients == fits
         assert own_bytes == limit_bytes - 55_000 - (TRAINED.gradient_bytes + more_bytes if fits else 0)
@@ -209,7 +201,7 @@ def test_what_stays_leaves_room_for_what_is_written_back_early(
 def _check_room_of(share: DeviceShare, model: int, said: float | None, *, has_streams: bool) -> None:
     assert share.high == (1.0 if said is None else said), "nothing is known yet"
     for _ in range(LEARNING_STEPS + 1):
-        _step(share, Use(model, model))
+        step(share, Use(model, model))
     assert share.staying_room_bytes == int(share.kept_bytes * share.high)
     fits = share.has_room_for_gradients or share.kept_bytes >= TRAINED.all_bytes
     if said is not None:
@@ -222,7 +214,7 @@ def _check_room_of(share: DeviceShare, model: int, said: float | None, *, has_st
 
 def test_a_peak_that_was_hidden_is_no_less_than_the_one_before() -> None:
     share = share_of(400_000)
-    _step(share, Use(100_000))
+    step(share, Use(100_000))
     begin(share, StepPhase.MODEL, Use(0))
     share.enter(StepPhase.OPTIMIZER, PhasePeak(10_000, is_hidden=True))
     share.end_step()
@@ -232,7 +224,7 @@ def test_a_peak_that_was_hidden_is_no_less_than_the_one_before() -> None:
 def test_larger_inputs_are_expected_to_take_more_in_proportion_and_are_measured_again() -> None:
     share = share_of(400_000)
     for _ in range(3):
-        _step(share, Use(100_000, 20_000, elements=10))
+        step(share, Use(100_000, 20_000, elements=10))
     assert not share.is_learning
     share.begin_use(StepPhase.MODEL)
     share.enter(StepPhase.MODEL, PhasePeak())
@@ -247,18 +239,18 @@ def test_larger_inputs_are_expected_to_take_more_in_proportion_and_are_measured_
 
 def test_smaller_inputs_teach_nothing_about_larger_ones() -> None:
     share = share_of(400_000)
-    _step(share, Use(100_000, elements=10))
+    step(share, Use(100_000, elements=10))
     for _ in range(4):
-        _step(share, Use(1000, elements=5))
+        step(share, Use(1000, elements=5))
     assert share.is_learning  # two of the largest have not been seen
-    _step(share, Use(100_000, elements=10))
+    step(share, Use(100_000, elements=10))
     assert _own(share, Use(1000, elements=5))[StepPhase.MODEL] == 400_000 - 110_000
 
 
 def test_a_smaller_step_in_between_does_not_lessen_what_larger_ones_are_expected_to_take() -> None:
     share = share_of(400_000)
-    _step(share, Use(100_000, elements=10))
-    _step(share, Use(1000, elements=5))
+    step(share, Use(100_000, elements=10))
+    step(share, Use(1000, elements=5))
     share.begin_use(StepPhase.MODEL)
     share.enter(StepPhase.MODEL, PhasePeak())
     assert share.expect_more(StepPhase.MODEL, 20)
@@ -281,27 +273,27 @@ def test_what_an_optimizer_takes_in_backward_comes_on_top_of_what_is_there_at_gr
 def test_what_was_there_at_gradients_is_that_of_the_last_step_measured() -> None:
     share = share_of(300_000)
     for at_gradients_bytes in (90_000, 30_000):
-        _step(share, Use(1000, at_gradients_bytes=at_gradients_bytes))
+        step(share, Use(1000, at_gradients_bytes=at_gradients_bytes))
     assert _own(share, Use(1))[StepPhase.MODEL] == 300_000 - 33_000
 
 
 def test_what_the_whole_device_had_beyond_the_stores_quota_was_the_programs() -> None:
     share = share_of(400_000)
     for _ in range(2):
-        _step(share, Use(10_000, whole_bytes=200_000))
+        step(share, Use(10_000, whole_bytes=200_000))
     assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 220_000
 
 
 def test_a_phase_that_had_more_than_the_budget_leaves_less_to_the_store_from_then_on() -> None:
     share = share_of(400_000)
     for _ in range(3):
-        _step(share, Use(100_000))
+        step(share, Use(100_000))
     before = _own(share, Use(100_000))[StepPhase.MODEL]
-    _step(share, Use(100_000, whole_bytes=401_000))
+    step(share, Use(100_000, whole_bytes=401_000))
     once = _own(share, Use(100_000))[StepPhase.MODEL]
-    _step(share, Use(100_000, whole_bytes=401_000))
+    step(share, Use(100_000, whole_bytes=401_000))
     twice = _own(share, Use(100_000))[StepPhase.MODEL]
-    _step(share, Use(100_000, whole_bytes=401_000))
+    step(share, Use(100_000, whole_bytes=401_000))
     thrice = _own(share, Use(100_000))[StepPhase.MODEL]
     # The third time it is told what two times were not enough for.
     assert (before - once, once - twice, twice - thrice) == (1000, 1000, 2000)
@@ -309,16 +301,16 @@ def test_a_phase_that_had_more_than_the_budget_leaves_less_to_the_store_from_the
 
 def test_where_there_is_nothing_to_take_from_the_store_the_next_use_is_refused() -> None:
     share = share_of(60_000)
-    assert _step(share, Use(50_000, elements=10, whole_bytes=70_000)) is None
-    assert _step(share, Use(50_000, elements=9)) is None  # smaller
-    assert _step(share, Use(50_000, elements=10)) == 70_000
+    assert step(share, Use(50_000, elements=10, whole_bytes=70_000)) is None
+    assert step(share, Use(50_000, elements=9)) is None  # smaller
+    assert step(share, Use(50_000, elements=10)) == 70_000
 
 
 def test_what_parts_take_that_are_called_apart_counts_for_its_most() -> None:
     share = share_of(400_000)
     judge, maker = Use(200_000, 20_000, called="judge"), Use(50_000, 40_000, called="maker")
     for use in (judge, maker, maker):
-        _step(share, use)
+        step(share, use)
     found = [_own(share, each) for each in (judge, maker)]
     assert [each[StepPhase.MODEL] for each in found] == [400_000 - 220_000] * 2
     assert [each[StepPhase.OPTIMIZER] for each in found] == [400_000 - 44_000] * 2
@@ -329,7 +321,7 @@ def test_uses_of_the_same_parts_that_take_more_in_turn_count_for_their_most() ->
 
     def use(model_bytes: int) -> None:
         begin(share, StepPhase.MODEL, Use(0, elements=10, called="maker"))
-        _step(share, Use(model_bytes, 20_000, elements=10, called="judge"))
+        step(share, Use(model_bytes, 20_000, elements=10, called="judge"))
 
     for model_bytes in (200_000, 50_000, 50_000):
         use(model_bytes)
@@ -341,7 +333,7 @@ def test_a_part_that_was_not_measured_leaves_the_store_nothing_until_it_was(elem
     share = share_of(400_000)
     judge, maker = Use(50_000, elements=20, called="judge"), Use(200_000, elements=elements, called="maker")
     for _ in range(3):
-        _step(share, judge)
+        step(share, judge)
     assert not share.is_learning
     assert _own(share, maker)[StepPhase.MODEL] == 0
     assert share.learns_from(StepPhase.MODEL)
@@ -349,67 +341,17 @@ def test_a_part_that_was_not_measured_leaves_the_store_nothing_until_it_was(elem
     assert _own(share, judge)[StepPhase.MODEL] == 400_000 - 220_000
 
 
-def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of_another_are() -> None:
-    share = share_of(400_000)
-    encoder, decoder = (
-        Use(100_000, elements=1000, called="encoder"),
-        Use(50_000, elements=10, called="decoder"),
-    )
-    for use in (encoder, decoder):
-        _evaluate(share, use)
-    assert not _evaluate(share, Use(0, elements=11, called="decoder"))  # little larger
-    assert share.own_bytes == 400_000 - 110_000
-    begin(share, StepPhase.EVALUATION, Use(0, elements=20, called="decoder"))
-    assert (share.own_bytes, share.is_learning) == (200_000, True)  # what a first one has at its beginning
-    assert share.is_guessing
-    share.guess(60_000, 0, 0)
-    assert share.own_bytes == 400_000 - 4 * 60_000
-    share.end_evaluation(PhasePeak(150_000), is_whole=True)
-    assert share.own_bytes == 400_000 - 165_000
-
-
-@pytest.mark.parametrize(("first_bytes", "left_bytes"), [(100_000, 200_000), (300_000, 70_000)])
-def test_a_part_that_was_not_measured_leaves_half_or_what_those_before_it_left(
-    first_bytes: int, left_bytes: int
-) -> None:
-    share = share_of(400_000)
-    _evaluate(share, Use(first_bytes, called="encoder"))
-    begin(share, StepPhase.EVALUATION, Use(0, called="decoder"))
-    assert (share.own_bytes, share.is_guessing) == (left_bytes, True)
-    share.guess(0, 0, 0)
-    assert share.own_bytes == left_bytes
-    share.end_evaluation(PhasePeak(20_000), is_whole=False)  # what was kept may have been in its way
-    begin(share, StepPhase.EVALUATION, Use(0, called="decoder"))
-    assert (share.own_bytes, share.is_guessing) == (0, False)
-
-
-@pytest.mark.parametrize("elements", [10, 5])
-def test_a_part_whose_first_evaluation_failed_is_measured_in_the_next(elements: int) -> None:
-    share = share_of(400_000)
-    encoder = Use(100_000, called="encoder")
-    _evaluate(share, encoder)
-    _evaluate(share, Use(50_000, elements=10, called="decoder"), is_whole=False)
-    _evaluate(share, encoder)
-    assert share.own_bytes == 400_000 - 110_000
-    decoder = Use(200_000, elements=elements, called="decoder")
-    begin(share, StepPhase.EVALUATION, decoder)
-    assert (share.own_bytes, share.is_learning) == (0, True)
-    share.end_evaluation(PhasePeak(200_000), is_whole=True)
-    assert share.own_bytes == 400_000 - 220_000
-    assert not _evaluate(share, decoder)
-
-
 def test_inputs_of_one_part_that_were_too_large_are_not_held_against_another() -> None:
     share = share_of(60_000)
-    _step(share, Use(50_000, elements=10, whole_bytes=70_000, called="judge"))
-    assert _step(share, Use(50_000, elements=20, called="maker")) is None
-    assert _step(share, Use(50_000, elements=10, called="judge")) == 70_000
+    step(share, Use(50_000, elements=10, whole_bytes=70_000, called="judge"))
+    assert step(share, Use(50_000, elements=20, called="maker")) is None
+    assert step(share, Use(50_000, elements=10, called="judge")) == 70_000
 
 
 def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None:
     share = share_of(400_000)
     for _ in range(3):
-        _step(share, Use(100_000))
+        step(share, Use(100_000))
     share.enter(StepPhase.OPTIMIZER, PhasePeak())
     begin(share, StepPhase.EVALUATION, Use(0))
     assert share.around_evaluation is StepPhase.OPTIMIZER
@@ -422,76 +364,17 @@ def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None
     assert own[StepPhase.MODEL] == 400_000 - 110_000
 
 
-def _evaluate(share: DeviceShare, use: Use, *, is_whole: bool = True) -> bool:
-    """One evaluation; return whether it was learned from."""
-    begin(share, StepPhase.EVALUATION, use)
-    is_learned = share.end_evaluation(PhasePeak(use.model_bytes), is_whole=is_whole)
-    share.enter(share.around_evaluation, PhasePeak())
-    return is_learned
-
-
-def test_what_one_evaluation_leaves_is_the_stores_own_until_a_step_was_measured() -> None:
-    share = share_of(200_000)
-    learned = [_evaluate(share, Use(50_000)) for _ in range(3)]
-    assert learned == [True, False, False]
-    assert (share.phase, share.own_bytes) == (StepPhase.BETWEEN, 200_000 - 55_000)
-    begin(share, StepPhase.MODEL, Use(0))
-    assert share.own_bytes == 0  # a first step takes the same bytes whatever there was before
-    for _ in range(3):
-        _step(share, Use(100_000))
-    share.begin_use(StepPhase.MODEL)
-    assert share.own_bytes == 200_000 - 110_000
-
-
-def test_an_evaluation_between_the_first_two_steps_gives_the_store_nothing_in_steps() -> None:
-    share = share_of(400_000)
-    _step(share, Use(100_000))
-    for _ in range(2):
-        _evaluate(share, Use(50_000))
-        share.begin_use(StepPhase.MODEL)
-        share.enter(StepPhase.MODEL, PhasePeak())
-        assert share.own_bytes == 0
-    _step(share, Use(100_000))
-    _evaluate(share, Use(50_000))
-    assert share.own_bytes == 400_000 - 110_000
-
-
-def test_of_an_evaluation_that_failed_nothing_is_learned() -> None:
-    share = share_of(200_000)
-    assert _evaluate(share, Use(10_000), is_whole=False)
-    assert (share.own_bytes, share.is_learning) == (0, False)
-    assert _evaluate(share, Use(50_000))
-    assert share.own_bytes == 200_000 - 55_000
-
-
-@given(st.integers(100, 10_000), st.lists(st.integers(0, 10), max_size=60))
-def test_inputs_that_grow_little_by_little_are_measured_when_a_tenth_has_come_to_them(
-    elements: int, growth: list[int]
-) -> None:
-    """As tokens are generated; what is not measured is taken to grow with the inputs."""
-    share = share_of(1 << 40)
-    per_element = 1000
-    _evaluate(share, Use(elements * per_element, elements=elements))
-    measured = elements
-    for more in growth:
-        elements += more
-        is_learned = _evaluate(share, Use(elements * per_element, elements=elements))
-        assert is_learned == (elements > measured * 1.1)
-        measured = elements if is_learned else measured
-        assert share.own_bytes <= (1 << 40) - elements * per_element
-
-
 def test_leases_that_need_more_than_the_stores_own_are_given_it_and_the_program_is_measured_again() -> None:
     share, use = share_of(100_000), Use(90_000)
     for _ in range(4):
         assert share.is_to_prepare == (_ < 3)
-        _step(share, use)
+        step(share, use)
     assert not share.is_learning
     share.enter(StepPhase.MODEL, PhasePeak())
     assert share.own_bytes == 1000
     assert share.grow(5000, 0, 90_000) == 5120  # as allocators round
     assert share.is_to_prepare
-    _step(share, use)
+    step(share, use)
     assert share.is_learning
 
 

@@ -43,16 +43,20 @@ def test_a_guess_and_what_the_program_has_are_within_the_budget(
         assert own_bytes <= (limit_bytes - standing + 1) // 2
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_a_guess_ends_with_its_evaluation(*, is_whole: bool) -> None:
+@pytest.mark.parametrize(("is_whole", "ran_out"), [(False, False), (False, True), (True, False)])
+def test_a_guess_ends_with_its_evaluation(*, is_whole: bool, ran_out: bool) -> None:
     share = share_of(1_000_000)
     _guessed(share, 0, [10_000])
-    share.end_evaluation(PhasePeak(10_000, whole_bytes=2_000_000), is_whole=is_whole)
+    share.end_evaluation(PhasePeak(10_000, whole_bytes=2_000_000), is_whole=is_whole, ran_out=ran_out)
     share.enter(share.around_evaluation, PhasePeak())
-    assert share.own_bytes == (1_000_000 - 11_000 if is_whole else 0)  # a wrong guess is no unseen byte
+    kept_bytes = 0 if ran_out else 500_000
+    assert share.own_bytes == (
+        1_000_000 - 11_000 if is_whole else kept_bytes
+    )  # a wrong guess is no unseen byte
     begin(share, StepPhase.EVALUATION, Use(0))
-    assert not share.is_guessing  # what it kept may have been what made the other one fail
-    assert share.is_learning is not is_whole
+    assert share.is_guessing == (
+        not is_whole and not ran_out
+    )  # it may have been what made the other one fail
 
 
 @pytest.mark.parametrize(

@@ -437,11 +437,11 @@ class Session:
             each.state.freed.begin_forward()
         self.prefetcher.begin_use(module)
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, output: object) -> None:
         self.bindings.forget_addresses()
         self.clock.end_forward()
         if self.budget is not None:
-            self.budget.end_evaluation(is_whole=sys.exception() is None)
+            self.budget.end_evaluation(sys.exception(), output)
         self.recorder.tell(Sign.BACKWARD if torch.is_grad_enabled() else Sign.EVALUATED)
         if sys.exception() is not None:
             self.recorder.break_step("an exception came out of the model")

@@ -11,7 +11,9 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    every larger one.
 3. Where leases need more than the store's own, it is given what the program leaves at that moment, until
    they end, and the program is measured in every step.
-4. Evaluations are measured apart from steps, and one is enough, as it makes no state.  Between two uses the
+4. Evaluations are measured apart from steps, every one: what the program has when one begins may be more each
+   time (keys and values of former tokens, outputs that are collected), and what it makes comes on top of
+   that.  Between two uses the
    store has what it has in a step; where none was measured yet, what it has in an evaluation: what fits
    then stays from one forward pass to the next.  In the first of its kind it has half of the device already,
    as long as that is several times what the program took so far: what leaves costs nothing but to come again.
@@ -166,6 +168,7 @@ class DeviceShare:
         self._came_bytes = came_bytes
         self._gradient_bytes = trained.gradient_bytes
         self._may_guess = True
+        self._held_bytes = 0  # by the program, when the evaluation began that is learned from
         self._together_bytes = 0  # of leases since `guess` was asked last
 
     # --- a use of the model ---------------------------------------------------------------------
@@ -179,8 +182,12 @@ class DeviceShare:
         """
         self._conclude()
         self._lessons[phase].begin(called)
-        if phase is StepPhase.EVALUATION and self.phase is not phase:
+        if phase is not StepPhase.EVALUATION:
+            return
+        if self.phase is not phase:
             self._around_evaluation = self.phase
+        if self._may_guess and not self._is_known(phase):
+            self._own[phase] = self._guessed_bytes(self._standing_bytes)
 
     def too_much(self, phase: StepPhase, elements: int) -> int | None:
         """Return what the last use took, if inputs of that size took more than the budget then."""
@@ -207,6 +214,7 @@ class DeviceShare:
             # Inputs, and what was computed of them, are there as well when the optimizer steps.
             for each in (phase, StepPhase.OPTIMIZER) if phase is StepPhase.MODEL else (phase,):
                 self._program[each] = self._program.get(each, 0) * elements // max(1, seen_elements)
+            part.made_bytes = part.made_bytes * elements // max(1, seen_elements)
             if part.has_grown(elements):
                 lesson.learn_again()
             lesson.is_known = True
@@ -216,9 +224,11 @@ class DeviceShare:
     def begin_learning(self, phase: StepPhase, elements: int) -> bool:
         """The model runs on so many elements; return whether a use is learned from."""
         lesson = self._lessons[phase]
-        if self._learning is None and (lesson.steps_to_learn or self._is_tight):
+        is_step = phase is StepPhase.MODEL
+        if self._learning is None and (lesson.steps_to_learn or self._is_tight or not is_step):
             self._learning = lesson
-            self._at_gradients_bytes = self._step_bytes = 0
+            if is_step:
+                self._at_gradients_bytes = self._step_bytes = 0
             self._elements.clear()
         if self._learning is lesson:
             self._elements[lesson.part] = max(self._elements.get(lesson.part, 0), elements)
@@ -227,6 +237,22 @@ class DeviceShare:
     def note_standing(self, nbytes: int) -> None:
         """Take in what the program has that no use of the model makes."""
         self._standing_bytes = nbytes
+
+    def expect_held(self, nbytes: int) -> bool:
+        """Take in what the program has when an evaluation begins that is learned from.
+
+        It may be more every time: what it made of former ones, and work of its own.
+
+        Returns whether the store's own is another for it.
+        """
+        self._held_bytes = nbytes
+        phase = StepPhase.EVALUATION
+        needed_bytes = nbytes + self._lessons[phase].made_bytes
+        if not self._is_known(phase) or needed_bytes == self._program.get(phase):
+            return False
+        self._program[phase] = needed_bytes
+        self._divide()
+        return True
 
     def note_at_gradients(self, nbytes: int) -> None:
         """Take in what the program has where a gradient was accumulated."""
@@ -279,12 +305,13 @@ class DeviceShare:
             guessed_bytes = min(guessed_bytes, self._rest_bytes(StepPhase.EVALUATION))
         return max(self._floor_bytes, guessed_bytes)
 
-    def end_evaluation(self, peak: PhasePeak, *, is_whole: bool) -> bool:
+    def end_evaluation(self, peak: PhasePeak, *, is_whole: bool, ran_out: bool = False) -> bool:
         """The model has run for itself; what it took is known at once.  Another phase is to be entered.
 
         Args:
             peak: of the evaluation.
             is_whole: whether it came to its end: of one that an exception ended nothing is learned.
+            ran_out: whether that exception was of the device's memory.
 
         Returns:
             whether it was learned from.
@@ -294,13 +321,16 @@ class DeviceShare:
             return False
         self._has_ended = True
         if is_whole:
+            made_bytes = self._seen.get(StepPhase.EVALUATION, 0) - self._held_bytes
+            self._lessons[StepPhase.EVALUATION].note_made(made_bytes)
             self._conclude()
         else:
             self._learning, self._has_ended = None, False
             self._seen.clear()
-            if self._may_guess and not self._is_known(StepPhase.EVALUATION):
+            if ran_out and self._may_guess and not self._is_known(StepPhase.EVALUATION):
                 self._may_guess = False  # what was kept may have been in the way
                 self._own[StepPhase.EVALUATION] = self._floor_bytes
+            self._keep_between()
         return True
 
     def stop_learning(self) -> None:
@@ -315,7 +345,10 @@ class DeviceShare:
         self._gradient_bytes = max(self._gradient_bytes, self._came_bytes())
         largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
         for phase, peak_bytes in self._seen.items():
-            is_like_all = bool(largest) and not lesson.has_several
+            # The first step of two makes state; an evaluation may hold what those before it made.
+            is_last = phase is StepPhase.OPTIMIZER or lesson.steps_to_learn == lesson.uses_to_learn_from
+            is_tight = phase is StepPhase.MODEL and not lesson.steps_to_learn
+            is_like_all = bool(largest) and not lesson.has_several and (is_last or is_tight)
             former_bytes = 0 if is_like_all else self._program.get(phase, 0)
             self._program[phase] = max(former_bytes, peak_bytes)
         self._seen.clear()
@@ -458,6 +491,9 @@ class DeviceShare:
                 self._own[phase] = self._guessed_bytes(self._standing_bytes)
             else:
                 self._own[phase] = self._floor_bytes
+        self._keep_between()
+
+    def _keep_between(self) -> None:
         like = StepPhase.MODEL if self._is_known(StepPhase.MODEL) else StepPhase.EVALUATION
         self._own[StepPhase.BETWEEN] = self._own[like]
 

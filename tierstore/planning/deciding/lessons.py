@@ -21,6 +21,7 @@ class CalledPart:
     elements: int = 0  # of the last inputs
     too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
     needed_bytes: int = 0  # by them
+    made_bytes: int = 0  # of the device, by an evaluation at most, beside what was there when it began
 
     def has_grown(self, elements: int) -> bool:
         """Say whether what is made of such inputs may be more than what was measured, and its margin."""
@@ -44,6 +45,16 @@ class Lesson:
     def has_several(self) -> bool:
         """Whether the program calls several parts, or one in several ways."""
         return len(self.parts) > 1
+
+    @property
+    def made_bytes(self) -> int:
+        """What an evaluation makes on the device at most, whichever part is called."""
+        return max((part.made_bytes for part in self.parts.values()), default=0)
+
+    def note_made(self, nbytes: int) -> None:
+        """Take in what an evaluation of the part that was called last has made, beside what was there."""
+        former_bytes = 0 if self.steps_to_learn else self.part.made_bytes
+        self.part.made_bytes = max(former_bytes, nbytes)
 
     def begin(self, called: Hashable) -> None:
         """The model, or a part of it, is called."""

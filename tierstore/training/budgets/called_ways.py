@@ -5,16 +5,22 @@
    How large tensors are is for others to look at; numbers tell nothing, as positions change with every call.
 2. Of each module so many ways are told apart.  All others are one, as a string may be a switch or a text.
 
+3. What evaluations have made, and are given again, is no larger input: keys and values of former tokens.
+
 What a module reads elsewhere, such as an attribute that somebody changed, is not seen.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
+
+from tierstore.training.budgets.memory_meters import storages_in, tensors_in
 
 MOST_WAYS = 16
 """Ways to call a module that are told apart."""
@@ -32,6 +38,9 @@ class CalledWays:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._known: dict[nn.Module, set[Hashable]] = {}
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id, by evaluations
+        self._inputs: Sequence[object] = ()  # of the call that has begun
+        self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id: the storages among them then
 
     def way_of(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Hashable:
         """Return what is the same for calls of a module that are alike, and for no others.
@@ -49,6 +58,31 @@ class CalledWays:
             return module, None
         known.add(way)
         return module, way
+
+    def elements_of(self, inputs: Sequence[object]) -> int:
+        """A module is called: return the number of elements of its inputs that no evaluation has made."""
+        self._inputs = inputs
+        self._given = {id(storage): weakref.ref(storage) for storage in storages_in(inputs)}
+        former = self._given.keys() & self._made.keys()
+        if not former:
+            return sum(each.numel() for each in tensors_in(inputs))
+        return sum(
+            each.numel()
+            for each in tensors_in(inputs)
+            if former.isdisjoint(id(storage) for storage in storages_in([each]))
+        )
+
+    def note_made(self, output: object) -> None:
+        """An evaluation has ended: take in what it has returned, or put into what it was given."""
+        for storage in storages_in([output, *self._inputs]):
+            key = id(storage)
+            given = self._given.get(key)
+            if given is None or given() is not storage:  # such as one that died meanwhile
+                self._made[key] = weakref.ref(storage, functools.partial(self._forget, key))
+        self._inputs, self._given = (), {}
+
+    def _forget(self, key: int, _: object) -> None:
+        self._made.pop(key, None)
 
 
 def _look(value: object) -> Hashable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from tierstore.errors import CapacityError
@@ -16,7 +17,7 @@ from tierstore.store import Store
 from tierstore.training import locks
 from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.budgets.called_ways import CalledWays
-from tierstore.training.budgets.memory_meters import Meter, tensors_in
+from tierstore.training.budgets.memory_meters import Meter
 from tierstore.training.bundles.lease_room import let_frames_go
 from tierstore.training.bundles.working_sets import TrainedSets, largest_needs, too_large
 from tierstore.training.locks import Rank
@@ -93,7 +94,7 @@ class DeviceQuota:
         self._share.begin_use(phase, self._ways.way_of(called, args, kwargs))
         self._enter(phase)
         inputs = (*args, *kwargs.values())
-        elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+        elements = self._ways.elements_of(inputs)
         needed_bytes = self._share.too_much(phase, elements)
         if needed_bytes is not None:
             raise self._took_too_much(needed_bytes)
@@ -102,6 +103,10 @@ class DeviceQuota:
         if self._share.begin_learning(phase, elements):
             self._share.note_standing(self._meter.standing_bytes())
             self._meter.begin(inputs)
+            if self._share.learns_from(StepPhase.EVALUATION) and self._share.expect_held(
+                self._meter.live_bytes()
+            ):
+                self._enter(phase)
 
     def _took_too_much(self, needed_bytes: int) -> CapacityError:
         return CapacityError(
@@ -120,13 +125,20 @@ class DeviceQuota:
             self._meter.begin_step()
             self._share.begin_step(self._meter.live_bytes())
 
-    def end_evaluation(self, *, is_whole: bool) -> None:
-        """The model has run for itself, to its end or until an exception ended it."""
+    def end_evaluation(self, error: BaseException | None, output: object) -> None:
+        """The model has run for itself, to its end or until an exception ended it.
+
+        Args:
+            error: the exception.
+            output: what the model has returned.
+        """
+        self._ways.note_made(output)
         if self._share.phase is not StepPhase.EVALUATION:  # it may have run in the midst of a step
             return
         with self._lock:
             self._guess()
-        if self._share.end_evaluation(self._phase_peak(), is_whole=is_whole):
+        ran_out = isinstance(error, CapacityError | torch.OutOfMemoryError)
+        if self._share.end_evaluation(self._phase_peak(), is_whole=error is None, ran_out=ran_out):
             self._meter.end()
         self._enter(self._share.around_evaluation)
 

@@ -146,7 +146,7 @@ class EmulatedMeter:
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
         self._forget_former()
-        given = list(_storages(each for each in tensors_in(inputs) if type(each) is torch.Tensor))
+        given = list(storages_in(each for each in tensors_in(inputs) if type(each) is torch.Tensor))
         self._counting.begin(is_given=bool(given))
         self._counting.add([each for each in given if sides.side_of(each) is not Side.HOST])
 
@@ -333,14 +333,14 @@ class _Counting:
     def see(self, given: Sequence[object], result: object) -> None:
         """Count what an operator was given and has made: see `operations.Observer`."""
         if self._is_given and not self.is_over:
-            self.add_former(_storages(given))
+            self.add_former(storages_in(given))
         self.see_within(given, result)
 
     def see_within(self, given: Sequence[object], result: object) -> None:
         """Count what an operator has made: see `operations.Observer`."""
         if not self.is_over:
-            known = {id(storage): storage for storage in _storages(given)}
-            made = [storage for storage in _storages((result,)) if id(storage) not in known]
+            known = {id(storage): storage for storage in storages_in(given)}
+            made = [storage for storage in storages_in((result,)) if id(storage) not in known]
             if made and self._is_hosts(known.values()):
                 for storage in made:
                     sides.note(storage, Side.HOST)
@@ -354,7 +354,8 @@ class _Counting:
         return not any(id(each) in self._live for each in given)
 
 
-def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+def storages_in(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of the tensors in nested values, as far as they have one of their own."""
     with natively():  # parameters wear other classes inside their windows and outside
         for tensor in map(memory_of, tensors_in(values)):
             is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
@@ -373,7 +374,7 @@ def beside_bytes(device: torch.device, taken_in: Iterable[torch.Tensor]) -> int:
     """Return what a program has on an accelerator, as far as its allocator knows, beside some tensors."""
     if device.type == "cpu":
         return 0
-    own = {storage._cdata: storage for storage in _storages(taken_in)}  # noqa: SLF001
+    own = {storage._cdata: storage for storage in storages_in(taken_in)}  # noqa: SLF001
     own_bytes = sum(
         align_up(each.nbytes(), _ROUNDED_BYTES) for each in own.values() if each.device.type == device.type
     )

@@ -325,8 +325,9 @@ class ModuleHooks:
         del args, kwargs
         self.windows.enter(self, self.bindings if self.module.training else self.in_evaluation)
 
-    def after(self) -> None:
-        """The module has run, well or badly."""
+    def after(self, output: object) -> None:
+        """The module has run, well or badly: then there is no output."""
+        del output
         self.windows.leave(self)
 
 
@@ -349,10 +350,10 @@ class _AfterForward(Hook):
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del args, output
+        del args
         if module is self._hooks.module:
             with out_of_sight():
-                self._hooks.after()
+                self._hooks.after(output)
 
 
 class CalledHooks(ModuleHooks):
@@ -364,14 +365,14 @@ class CalledHooks(ModuleHooks):
     Args:
         hooks: of the module alone.
         begin: called with the module and what it is given, without names and by name, before it runs.
-        end: called after it, well or badly.
+        end: called after it with what it returned; with ``None``, if an exception ended it.
     """
 
     def __init__(
         self,
         hooks: ModuleHooks,
         begin: Callable[[nn.Module, Sequence[object], Mapping[str, object]], None],
-        end: Callable[[], None],
+        end: Callable[[object], None],
     ) -> None:
         super().__init__(hooks.windows, hooks.module, hooks.bindings)
         self.in_evaluation = hooks.in_evaluation
@@ -389,11 +390,11 @@ class CalledHooks(ModuleHooks):
             self._begin(self.module, args, kwargs)
         super().before(args, kwargs)
 
-    def after(self) -> None:
+    def after(self, output: object) -> None:
         """The module has run."""
-        super().after()
+        super().after(output)
         if self._is_by_program:
-            self._end()
+            self._end(output)
 
 
 class GradientHook(Hook):
