@@ -16,7 +16,7 @@ from bench.peers.turns import MIB, ModelSettings, Turns, head, row, take_turns
 from bench.record import Better, Figure
 
 FULL_HOST_BYTES = 92 * MIB
-"""The host quota at full scale: with it the process takes a little less than Accelerate's, its page cache apart."""
+"""The host quota at full scale: with it the process takes less than Accelerate's, its page cache apart."""
 
 BAR = 4.0
 """How many times as fast as Accelerate with a cold page cache."""

@@ -186,14 +186,20 @@ def test_what_is_kept_leaves_training_its_budget(tmp_path: Path) -> None:
             optimizer.zero_grad()
 
 
-def test_of_a_forward_that_failed_nothing_is_learned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError])
+def test_of_a_forward_that_failed_nothing_is_learned(kind: type[Exception], tmp_path: Path) -> None:
+    """What it had stays, as where a hook raises the features that are wanted, unless it was in the way."""
     model = _model()
-    handle = model[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("no")))
+    handle = model[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(kind("no")))
     with offload(model, None, _config("device", tmp_path, 4 * MODEL_BYTES)) as run:
-        for _ in range(3):
-            with pytest.raises(ValueError, match="no"), torch.no_grad():
+        for number in range(3):
+            before = _moved_up(run)
+            with pytest.raises(kind, match="no"), torch.no_grad():
                 model(_inputs(4))
-        assert run.store.stats().tiers["device"].charged_bytes == 0
+            is_moved = not number or kind is not ValueError
+            assert (_moved_up(run) > before) == is_moved
+        kept_bytes = run.store.stats().tiers["device"].charged_bytes
+        assert (kept_bytes > 0) == (kind is ValueError)
         handle.remove()
         moved = _each_moves(run, model, [4] * 4)
     assert moved[2:] == [0] * 2

@@ -345,11 +345,10 @@ class DeviceShare:
         self._gradient_bytes = max(self._gradient_bytes, self._came_bytes())
         largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
         for phase, peak_bytes in self._seen.items():
-            # The first step of two makes state; an evaluation may hold what those before it made.
-            is_last = phase is StepPhase.OPTIMIZER or lesson.steps_to_learn == lesson.uses_to_learn_from
-            is_tight = phase is StepPhase.MODEL and not lesson.steps_to_learn
-            is_like_all = bool(largest) and not lesson.has_several and (is_last or is_tight)
-            former_bytes = 0 if is_like_all else self._program.get(phase, 0)
+            former_bytes = self._program.get(phase, 0)
+            is_like_all = bool(largest) and not lesson.has_several
+            if is_like_all and self._counts_alone(phase, peak_bytes):
+                former_bytes = 0
             self._program[phase] = max(former_bytes, peak_bytes)
         self._seen.clear()
         for part, elements in self._elements.items():
@@ -359,6 +358,23 @@ class DeviceShare:
         if lesson.steps_to_learn == 0:
             lesson.is_known = True
             self._divide()
+
+    def _counts_alone(self, phase: StepPhase, peak_bytes: int) -> bool:
+        """Whether a use of the largest inputs says more than those before it.
+
+        A first step makes state, and may be a little larger otherwise; one that is much larger comes again.
+        An evaluation may hold what those before it made.
+        """
+        lesson = self._learning_of(phase)
+        is_first = lesson.steps_to_learn == lesson.uses_to_learn_from
+        is_much_less = peak_bytes * MARGIN < self._program.get(phase, 0)
+        match phase:
+            case StepPhase.OPTIMIZER:
+                return True
+            case StepPhase.EVALUATION:
+                return is_first
+            case _:
+                return is_first or not lesson.steps_to_learn or not is_much_less
 
     # --- phases ---------------------------------------------------------------------------------
 
@@ -508,7 +524,10 @@ class DeviceShare:
 
     def _is_known(self, phase: StepPhase) -> bool:
         """Whether the store's own in a phase is what the program leaves: enough uses were measured."""
-        return self._lessons[phase if phase is StepPhase.EVALUATION else StepPhase.MODEL].is_known
+        return self._learning_of(phase).is_known
+
+    def _learning_of(self, phase: StepPhase) -> Lesson:
+        return self._lessons[phase if phase is StepPhase.EVALUATION else StepPhase.MODEL]
 
     @property
     def is_to_prepare(self) -> bool:
