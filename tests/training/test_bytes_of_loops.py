@@ -49,6 +49,7 @@ class Loop:
         states: how many tensors an optimizer keeps of each trained parameter.
         usual_bytes: of the parameters of most bundles.
         more_passes: how often parameters are read in a step beside forward and backward.
+        unlike_bytes: that one use of the model takes more than another: room is left for the most.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Loop:
     states: int = 2
     usual_bytes: int = LAYER_BYTES
     more_passes: float = 0
+    unlike_bytes: int = 0
 
     @property
     def trained_bytes(self) -> int:
@@ -74,7 +76,7 @@ class Loop:
     def room_bytes(self) -> int:
         """Of what comes and goes beside what stays."""
         copies = 2 + self.states if self.optimizers else 1
-        return int(BESIDE * self.usual_bytes * copies)
+        return int(BESIDE * self.usual_bytes * copies) + self.unlike_bytes
 
 
 def _batch(number: int, rows: int = 4) -> Tensor:
@@ -296,7 +298,7 @@ def _adversaries() -> Loop:
         judges.zero_grad()
         return [judgement, loss]
 
-    return Loop(model, [makes, judges], step)
+    return Loop(model, [makes, judges], step, unlike_bytes=LAYER_BYTES)  # the judges' second pass
 
 
 def _inferred() -> Loop:
