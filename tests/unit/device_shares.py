@@ -23,8 +23,17 @@ def share_of(
     trained: TrainedBytes = TRAINED,
     staying_bytes: int = 0,
     came_bytes: int = 0,
+    *,
+    has_streams: bool = True,
 ) -> DeviceShare:
-    share = DeviceShare(limit_bytes, trained, below_bytes, lambda: staying_bytes, lambda: came_bytes)
+    share = DeviceShare(
+        limit_bytes,
+        trained,
+        below_bytes,
+        lambda: staying_bytes,
+        lambda: came_bytes,
+        has_streams=has_streams,
+    )
     share.quota_bytes = share.own_bytes
     return share
 

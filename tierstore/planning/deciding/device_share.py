@@ -11,9 +11,10 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    every larger one.
 3. Where leases need more than the store's own, it is given what the program leaves at that moment, until
    they end, and the program is measured in every step.
-4. Evaluations are measured apart from steps, every one: what the program has when one begins may be more each
-   time (keys and values of former tokens, outputs that are collected), and what it makes comes on top of
-   that.  Between two uses the
+4. Evaluations are measured apart from steps.  What the program has when one begins may be more each time
+   (keys and values of former tokens, outputs that are collected), and what it makes comes on top of that.
+   One is enough to know what that is; where the processor that copies is the one that computes it is known
+   exactly, and every one is measured.  Between two uses the
    store has what it has in a step; where none was measured yet, what it has in an evaluation: what fits
    then stays from one forward pass to the next.  In the first of its kind it has half of the device already,
    as long as that is several times what the program took so far: what leaves costs nothing but to come again.
@@ -225,7 +226,8 @@ class DeviceShare:
         """The model runs on so many elements; return whether a use is learned from."""
         lesson = self._lessons[phase]
         is_step = phase is StepPhase.MODEL
-        if self._learning is None and (lesson.steps_to_learn or self._is_tight or not is_step):
+        is_known_each_time = not (is_step or self._has_streams)  # what an evaluation takes
+        if self._learning is None and (lesson.steps_to_learn or self._is_tight or is_known_each_time):
             self._learning = lesson
             if is_step:
                 self._at_gradients_bytes = self._step_bytes = 0
@@ -239,15 +241,19 @@ class DeviceShare:
         self._standing_bytes = nbytes
 
     def expect_held(self, nbytes: int) -> bool:
-        """Take in what the program has when an evaluation begins that is learned from.
+        """Take in what the program has when an evaluation begins.
 
-        It may be more every time: what it made of former ones, and work of its own.
+        It may be more every time: what it made of former ones, and work of its own.  Where copies go on
+        beside computing that is known roughly: what is within the spared tenth changes nothing.
 
         Returns whether the store's own is another for it.
         """
         self._held_bytes = nbytes
         phase = StepPhase.EVALUATION
-        needed_bytes = nbytes + self._lessons[phase].made_bytes
+        lesson = self._lessons[phase]
+        needed_bytes = nbytes + lesson.made_bytes
+        if self._has_streams and needed_bytes <= self._spared(lesson.measured_bytes):
+            needed_bytes = lesson.measured_bytes
         if not self._is_known(phase) or needed_bytes == self._program.get(phase):
             return False
         self._program[phase] = needed_bytes
@@ -357,6 +363,7 @@ class DeviceShare:
             lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
             lesson.is_known = True
+            lesson.measured_bytes = self._program.get(StepPhase.EVALUATION, 0)
             self._divide()
 
     def _counts_alone(self, phase: StepPhase, peak_bytes: int) -> bool:

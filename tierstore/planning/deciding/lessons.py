@@ -35,6 +35,9 @@ class Lesson:
     uses_to_learn_from: int
     steps_to_learn: int = 0
     is_known: bool = False  # whether the store's own is what such uses leave
+    measured_bytes: int = (
+        0  # of the device, that the program had in an evaluation at most, as it was measured
+    )
     parts: dict[Hashable, CalledPart] = field(default_factory=dict)  # that were called
     part: CalledPart = field(default_factory=CalledPart)  # that was called last
 

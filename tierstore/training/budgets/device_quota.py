@@ -103,10 +103,8 @@ class DeviceQuota:
         if self._share.begin_learning(phase, elements):
             self._share.note_standing(self._meter.standing_bytes())
             self._meter.begin(inputs)
-            if self._share.learns_from(StepPhase.EVALUATION) and self._share.expect_held(
-                self._meter.live_bytes()
-            ):
-                self._enter(phase)
+        if phase is StepPhase.EVALUATION and self._share.expect_held(self._meter.live_bytes()):
+            self._enter(phase)
 
     def _took_too_much(self, needed_bytes: int) -> CapacityError:
         return CapacityError(
