@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -89,3 +90,28 @@ def test_of_many_ways_the_last_are_one() -> None:
     assert len(set(found)) == MOST_WAYS + 1
     assert found[0] == ways.way_of(module, (X, "text 0"), {})
     assert ways.way_of(nn.Identity(), (X, "text"), {})[1] is not None  # type: ignore[index]
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_what_a_module_has_made_is_no_input_to_itself_and_one_to_others(*, is_returned: bool) -> None:
+    ways, module, other = CalledWays("cpu"), nn.Identity(), nn.Identity()
+    memory = [torch.ones(5)]
+    assert ways.elements_of(module, [X, memory]) == 7
+    memory[0] = made = torch.ones(9)
+    ways.note_made(made if is_returned else None)
+    assert ways.elements_of(module, [X, memory]) == 2
+    ways.forget_call()
+    assert ways.elements_of(module, [X, made.view(3, 3), torch.ones(4)]) == 6
+    assert ways.elements_of(other, [X, memory]) == 11
+    ways.note_made(X)  # it was given: what is larger next time is a larger input
+    assert ways.elements_of(other, [X]) == 2
+
+
+def test_of_steps_nothing_is_kept() -> None:
+    ways, module = CalledWays("cpu"), nn.Identity()
+    batch = torch.ones(7)
+    gone = weakref.ref(batch)
+    ways.elements_of(module, [batch])
+    ways.forget_call()
+    del batch
+    assert gone() is None

@@ -5,7 +5,8 @@
    How large tensors are is for others to look at; numbers tell nothing, as positions change with every call.
 2. Of each module so many ways are told apart.  All others are one, as a string may be a switch or a text.
 
-3. What evaluations have made, and are given again, is no larger input: keys and values of former tokens.
+3. What evaluations of a module have made, and it is given again, is no larger input: keys and values of
+   former tokens.
 
 What a module reads elsewhere, such as an attribute that somebody changed, is not seen.
 """
@@ -16,6 +17,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +30,13 @@ MOST_WAYS = 16
 _SWITCHES = (bool, str, bytes, type(None))
 
 
+class _Made(NamedTuple):
+    """What evaluations of a module have made."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    module: nn.Module | None
+
+
 class CalledWays:
     """Tells the ways apart in which a program calls the modules of a model.
 
@@ -38,8 +47,9 @@ class CalledWays:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._known: dict[nn.Module, set[Hashable]] = {}
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id, by evaluations
-        self._inputs: Sequence[object] = ()  # of the call that has begun
+        self._made: dict[int, _Made] = {}  # by the id of the storage
+        self._called: nn.Module | None = None  # that has begun
+        self._inputs: Sequence[object] = ()  # of it
         self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id: the storages among them then
 
     def way_of(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Hashable:
@@ -59,17 +69,15 @@ class CalledWays:
         known.add(way)
         return module, way
 
-    def elements_of(self, inputs: Sequence[object]) -> int:
-        """A module is called: return the number of elements of its inputs that no evaluation has made."""
-        self._inputs = inputs
+    def elements_of(self, module: nn.Module, inputs: Sequence[object]) -> int:
+        """A module is called: return the number of elements of its inputs that it has not made itself."""
+        self._called, self._inputs = module, inputs
         self._given = {id(storage): weakref.ref(storage) for storage in storages_in(inputs)}
-        former = self._given.keys() & self._made.keys()
-        if not former:
-            return sum(each.numel() for each in tensors_in(inputs))
+        own = {key for key in self._given if key in self._made and self._made[key].module is module}
         return sum(
             each.numel()
             for each in tensors_in(inputs)
-            if former.isdisjoint(id(storage) for storage in storages_in([each]))
+            if not own or own.isdisjoint(id(storage) for storage in storages_in([each]))
         )
 
     def note_made(self, output: object) -> None:
@@ -78,8 +86,13 @@ class CalledWays:
             key = id(storage)
             given = self._given.get(key)
             if given is None or given() is not storage:  # such as one that died meanwhile
-                self._made[key] = weakref.ref(storage, functools.partial(self._forget, key))
-        self._inputs, self._given = (), {}
+                known = weakref.ref(storage, functools.partial(self._forget, key))
+                self._made[key] = _Made(known, self._called)
+        self.forget_call()
+
+    def forget_call(self) -> None:
+        """A call has ended of which nothing is to be known."""
+        self._called, self._inputs, self._given = None, (), {}
 
     def _forget(self, key: int, _: object) -> None:
         self._made.pop(key, None)

@@ -94,7 +94,7 @@ class DeviceQuota:
         self._share.begin_use(phase, self._ways.way_of(called, args, kwargs))
         self._enter(phase)
         inputs = (*args, *kwargs.values())
-        elements = self._ways.elements_of(inputs)
+        elements = self._ways.elements_of(called, inputs)
         needed_bytes = self._share.too_much(phase, elements)
         if needed_bytes is not None:
             raise self._took_too_much(needed_bytes)
@@ -130,9 +130,10 @@ class DeviceQuota:
             error: the exception.
             output: what the model has returned.
         """
-        self._ways.note_made(output)
         if self._share.phase is not StepPhase.EVALUATION:  # it may have run in the midst of a step
+            self._ways.forget_call()
             return
+        self._ways.note_made(output)
         with self._lock:
             self._guess()
         ran_out = isinstance(error, CapacityError | torch.OutOfMemoryError)
