@@ -354,6 +354,7 @@ def test_ways_that_take_unlike_much_stay_within_the_budget(
                 found.square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            del x, found  # what is held when the next one begins is the program's
         kept_bytes = run.store.stats().tiers["device"].charged_bytes
     assert meter.peak_bytes > limit_bytes // 2
     assert kept_bytes, "what the wide ones leave is the store's"
