@@ -46,7 +46,7 @@ def _build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 def test_an_optimizer_steps_what_another_run_has_offloaded_later(layout: str, tmp_path: Path) -> None:
     expected = _losses(*_build())
     model, optimizer = _build()
-    room = with_device(layout, "256KB")  # what the optimizer keeps for the other run is the program's
+    room = with_device(layout, "224KB")  # what the optimizer keeps for the other run is the program's
     with (
         offload(model[:2], optimizer, config_of(layout, tmp_path / "a", room)),
         offload(model[2:], None, config_of(layout, tmp_path / "b", room)),

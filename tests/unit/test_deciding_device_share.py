@@ -14,6 +14,7 @@ from tierstore.planning.deciding import (
     ALIGNMENT_BYTES,
     LEARNING_STEPS,
     DeviceShare,
+    EvaluationEnd,
     PhasePeak,
     StepPhase,
     TrainedBytes,
@@ -357,7 +358,7 @@ def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None
     assert share.around_evaluation is StepPhase.OPTIMIZER
     assert share.learns_from(StepPhase.EVALUATION)
     assert not share.learns_from(StepPhase.MODEL)
-    assert share.end_evaluation(PhasePeak(300_000), is_whole=True)
+    assert share.end_evaluation(PhasePeak(300_000), EvaluationEnd.WHOLE)
     assert not share.is_learning
     share.enter(share.around_evaluation, PhasePeak())
     own = _own(share, Use(100_000))
@@ -411,7 +412,7 @@ def test_nothing_is_measured_of_a_run_that_ends(phase: StepPhase, *, is_stopped:
         share.stop_learning()
     assert (share.is_learning, share.is_measuring) == (not is_stopped, not is_stopped)
     is_step = phase is StepPhase.MODEL
-    is_learned = share.end_step() if is_step else share.end_evaluation(PhasePeak(), is_whole=True)
+    is_learned = share.end_step() if is_step else share.end_evaluation(PhasePeak(), EvaluationEnd.WHOLE)
     assert is_learned == (not is_stopped)
 
 
@@ -460,9 +461,9 @@ class ShareMachine(RuleBasedStateMachine):
         if self.share.end_step():
             assert not self.share.is_measuring
 
-    @rule(peak=st.builds(PhasePeak, st.integers(0, 600_000)), is_whole=st.booleans())
-    def end_evaluation(self, peak: PhasePeak, *, is_whole: bool) -> None:
-        if self.share.end_evaluation(peak, is_whole=is_whole):
+    @rule(peak=st.builds(PhasePeak, st.integers(0, 600_000)), how=st.sampled_from(EvaluationEnd))
+    def end_evaluation(self, peak: PhasePeak, how: EvaluationEnd) -> None:
+        if self.share.end_evaluation(peak, how):
             assert not self.share.is_learning
 
     @invariant()

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.device_shares import Use, begin, share_of, step
-from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase
+from tierstore.planning.deciding import DeviceShare, EvaluationEnd, PhasePeak, StepPhase
 
 
-def _evaluate(share: DeviceShare, use: Use, *, is_whole: bool = True) -> bool:
+def _evaluate(share: DeviceShare, use: Use, how: EvaluationEnd = EvaluationEnd.WHOLE) -> bool:
     """One evaluation; return whether it was learned from."""
     begin(share, StepPhase.EVALUATION, use)
-    is_learned = share.end_evaluation(PhasePeak(use.model_bytes), is_whole=is_whole)
+    is_learned = share.end_evaluation(PhasePeak(use.model_bytes), how)
     share.enter(share.around_evaluation, PhasePeak())
     return is_learned
 
@@ -33,7 +33,7 @@ def test_a_part_whose_inputs_have_grown_is_measured_again_however_large_those_of
     assert share.is_guessing
     share.guess(60_000, 0, 0)
     assert share.own_bytes == 400_000 - 4 * 60_000
-    share.end_evaluation(PhasePeak(150_000), is_whole=True)
+    share.end_evaluation(PhasePeak(150_000), EvaluationEnd.WHOLE)
     assert share.own_bytes == 400_000 - 165_000
 
 
@@ -47,10 +47,10 @@ def test_a_part_that_was_not_measured_leaves_half_or_what_those_before_it_left(
     assert (share.own_bytes, share.is_guessing) == (left_bytes, True)
     share.guess(0, 0, 0)
     assert share.own_bytes == left_bytes
-    share.end_evaluation(PhasePeak(20_000), is_whole=False)  # as where features are all that is wanted
+    share.end_evaluation(PhasePeak(20_000), EvaluationEnd.BROKEN)  # as where features are all that is wanted
     begin(share, StepPhase.EVALUATION, Use(0, called="decoder"))
     assert (share.own_bytes, share.is_guessing) == (left_bytes, True)
-    share.end_evaluation(PhasePeak(20_000), is_whole=False, ran_out=True)  # it may have been in the way
+    share.end_evaluation(PhasePeak(20_000), EvaluationEnd.OUT_OF_MEMORY)  # it may have been in the way
     begin(share, StepPhase.EVALUATION, Use(0, called="decoder"))
     assert (share.own_bytes, share.is_guessing) == (0, False)
 
@@ -60,13 +60,13 @@ def test_a_part_whose_first_evaluation_failed_is_measured_in_the_next(elements: 
     share = share_of(400_000)
     encoder = Use(100_000, called="encoder")
     _evaluate(share, encoder)
-    _evaluate(share, Use(50_000, elements=10, called="decoder"), is_whole=False)
+    _evaluate(share, Use(50_000, elements=10, called="decoder"), EvaluationEnd.BROKEN)
     _evaluate(share, encoder)
     assert share.own_bytes == 400_000 - 110_000
     decoder = Use(200_000, elements=elements, called="decoder")
     begin(share, StepPhase.EVALUATION, decoder)
     assert (share.own_bytes, share.is_learning, share.is_guessing) == (200_000, True, True)
-    share.end_evaluation(PhasePeak(200_000), is_whole=True)
+    share.end_evaluation(PhasePeak(200_000), EvaluationEnd.WHOLE)
     assert share.own_bytes == 400_000 - 220_000
     begin(share, StepPhase.EVALUATION, decoder)
     assert not share.is_guessing
@@ -99,7 +99,7 @@ def test_an_evaluation_between_the_first_two_steps_gives_the_store_nothing_in_st
 
 def test_of_an_evaluation_that_failed_nothing_is_learned() -> None:
     share = share_of(200_000)
-    assert _evaluate(share, Use(10_000), is_whole=False)
+    assert _evaluate(share, Use(10_000), EvaluationEnd.BROKEN)
     assert (share.own_bytes, share.is_learning) == (100_000, False)  # as at the beginning of it
     assert _evaluate(share, Use(50_000))
     assert share.own_bytes == 200_000 - 55_000
@@ -117,7 +117,7 @@ def test_while_inputs_grow_little_by_little_the_store_has_what_is_left_at_each_l
         elements += more
         begin(share, StepPhase.EVALUATION, Use(0, elements=elements))
         assert share.own_bytes <= (1 << 40) - elements * per_element
-        share.end_evaluation(PhasePeak(elements * per_element), is_whole=True)
+        share.end_evaluation(PhasePeak(elements * per_element), EvaluationEnd.WHOLE)
         assert share.own_bytes == (1 << 40) - int(elements * per_element * 1.1)
         share.enter(share.around_evaluation, PhasePeak())
 
@@ -140,5 +140,5 @@ def test_an_evaluation_leaves_room_for_what_the_program_has_kept_since_the_last(
         elif number:
             is_much = needed_bytes > measured_bytes
             assert share.own_bytes == (1 << 30) - (int(needed_bytes * 1.1) if is_much else measured_bytes)
-        share.end_evaluation(PhasePeak(held_bytes + made_bytes), is_whole=True)
+        share.end_evaluation(PhasePeak(held_bytes + made_bytes), EvaluationEnd.WHOLE)
         share.enter(share.around_evaluation, PhasePeak())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.device_shares import BUNDLE, TRAINED, Use, begin, share_of
-from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase
+from tierstore.planning.deciding import DeviceShare, EvaluationEnd, PhasePeak, StepPhase
 
 
 def _guessed(share: DeviceShare, standing_bytes: int, peaks: list[int]) -> list[int]:
@@ -43,20 +43,18 @@ def test_a_guess_and_what_the_program_has_are_within_the_budget(
         assert own_bytes <= (limit_bytes - standing + 1) // 2
 
 
-@pytest.mark.parametrize(("is_whole", "ran_out"), [(False, False), (False, True), (True, False)])
-def test_a_guess_ends_with_its_evaluation(*, is_whole: bool, ran_out: bool) -> None:
+@pytest.mark.parametrize("how", EvaluationEnd)
+def test_a_guess_ends_with_its_evaluation(how: EvaluationEnd) -> None:
     share = share_of(1_000_000)
     _guessed(share, 0, [10_000])
-    share.end_evaluation(PhasePeak(10_000, whole_bytes=2_000_000), is_whole=is_whole, ran_out=ran_out)
+    share.end_evaluation(PhasePeak(10_000, whole_bytes=2_000_000), how)
     share.enter(share.around_evaluation, PhasePeak())
-    kept_bytes = 0 if ran_out else 500_000
+    kept_bytes = 0 if how is EvaluationEnd.OUT_OF_MEMORY else 500_000
     assert share.own_bytes == (
-        1_000_000 - 11_000 if is_whole else kept_bytes
+        1_000_000 - 11_000 if how is EvaluationEnd.WHOLE else kept_bytes
     )  # a wrong guess is no unseen byte
     begin(share, StepPhase.EVALUATION, Use(0))
-    assert share.is_guessing == (
-        not is_whole and not ran_out
-    )  # it may have been what made the other one fail
+    assert share.is_guessing == (how is EvaluationEnd.BROKEN)  # it may have been what made the other one fail
 
 
 @pytest.mark.parametrize(
@@ -68,9 +66,9 @@ def test_a_guess_ends_with_its_evaluation(*, is_whole: bool, ran_out: bool) -> N
         (0, 0, None),  # nobody knows
     ],
 )
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("how", EvaluationEnd)
 def test_a_first_evaluation_tells_whether_the_program_alone_was_too_much(
-    kept_bytes: int, whole_bytes: int, needed_bytes: int | None, *, is_whole: bool
+    kept_bytes: int, whole_bytes: int, needed_bytes: int | None, how: EvaluationEnd
 ) -> None:
     share = share_of(1_000_000)
     begin(share, StepPhase.EVALUATION, Use(0))
@@ -79,6 +77,6 @@ def test_a_first_evaluation_tells_whether_the_program_alone_was_too_much(
     assert quota_bytes is not None
     share.quota_bytes = BUNDLE + kept_bytes
     share.guess(900_000, whole_bytes, 0)
-    share.end_evaluation(PhasePeak(900_000), is_whole=is_whole)
+    share.end_evaluation(PhasePeak(900_000), how)
     share.enter(share.around_evaluation, PhasePeak())
     assert begin(share, StepPhase.EVALUATION, Use(0)) == needed_bytes

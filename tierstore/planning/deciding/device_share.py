@@ -72,6 +72,14 @@ class StepPhase(enum.Enum):
     __hash__ = object.__hash__  # an enum's own is a call into Python, for every use
 
 
+class EvaluationEnd(enum.Enum):
+    """How an evaluation ended."""
+
+    WHOLE = enum.auto()
+    BROKEN = enum.auto()  # by an exception, such as one with the features that are wanted
+    OUT_OF_MEMORY = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedBytes:
     """What the store has to hold of a run: all that is trained, and buffers.
@@ -311,13 +319,12 @@ class DeviceShare:
             guessed_bytes = min(guessed_bytes, self._rest_bytes(StepPhase.EVALUATION))
         return max(self._floor_bytes, guessed_bytes)
 
-    def end_evaluation(self, peak: PhasePeak, *, is_whole: bool, ran_out: bool = False) -> bool:
+    def end_evaluation(self, peak: PhasePeak, how: EvaluationEnd) -> bool:
         """The model has run for itself; what it took is known at once.  Another phase is to be entered.
 
         Args:
             peak: of the evaluation.
-            is_whole: whether it came to its end: of one that an exception ended nothing is learned.
-            ran_out: whether that exception was of the device's memory.
+            how: it ended: of one that an exception ended nothing is learned.
 
         Returns:
             whether it was learned from.
@@ -326,14 +333,15 @@ class DeviceShare:
         if not self.learns_from(StepPhase.EVALUATION):
             return False
         self._has_ended = True
-        if is_whole:
+        if how is EvaluationEnd.WHOLE:
             made_bytes = self._seen.get(StepPhase.EVALUATION, 0) - self._held_bytes
             self._lessons[StepPhase.EVALUATION].note_made(made_bytes)
             self._conclude()
         else:
             self._learning, self._has_ended = None, False
             self._seen.clear()
-            if ran_out and self._may_guess and not self._is_known(StepPhase.EVALUATION):
+            is_first = not self._is_known(StepPhase.EVALUATION)
+            if how is EvaluationEnd.OUT_OF_MEMORY and self._may_guess and is_first:
                 self._may_guess = False  # what was kept may have been in the way
                 self._own[StepPhase.EVALUATION] = self._floor_bytes
             self._keep_between()
@@ -363,7 +371,8 @@ class DeviceShare:
             lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
             lesson.is_known = True
-            lesson.measured_bytes = self._program.get(StepPhase.EVALUATION, 0)
+            if lesson is self._lessons[StepPhase.EVALUATION]:
+                lesson.measured_bytes = self._program[StepPhase.EVALUATION]
             self._divide()
 
     def _counts_alone(self, phase: StepPhase, peak_bytes: int) -> bool:

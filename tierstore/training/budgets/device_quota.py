@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import CapacityError
-from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, TrainedBytes
+from tierstore.planning.deciding import DeviceShare, EvaluationEnd, PhasePeak, StepPhase, TrainedBytes
 from tierstore.planning.homes import CPU
 from tierstore.store import Store
 from tierstore.training import locks
@@ -136,8 +136,7 @@ class DeviceQuota:
         self._ways.note_made(output)
         with self._lock:
             self._guess()
-        ran_out = isinstance(error, CapacityError | torch.OutOfMemoryError)
-        if self._share.end_evaluation(self._phase_peak(), is_whole=error is None, ran_out=ran_out):
+        if self._share.end_evaluation(self._phase_peak(), _end_by(error)):
             self._meter.end()
         self._enter(self._share.around_evaluation)
 
@@ -303,6 +302,13 @@ class DeviceQuota:
                         raise
                     let_frames_go(error)
                 return
+
+
+def _end_by(error: BaseException | None) -> EvaluationEnd:
+    if error is None:
+        return EvaluationEnd.WHOLE
+    is_of_memory = isinstance(error, CapacityError | torch.OutOfMemoryError)
+    return EvaluationEnd.OUT_OF_MEMORY if is_of_memory else EvaluationEnd.BROKEN
 
 
 def trained_bytes(trained: TrainedSets) -> TrainedBytes:
