@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
 from tests.sampling import IS_CI, tried
 from tests.training.rank_collectives import Block
@@ -401,6 +401,11 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
     with torch.device("meta"):
         without = Deep()
     attempt("meta", sharded(without, mesh=whole))
+    mixed = Deep()
+    distribute_module(mixed.out, whole, _by_rows)
+    for layer in mixed.layers:
+        sharded(layer, mesh=whole)
+    attempt("beside others", mixed)
     model = sharded(Deep(), mesh=whole)
     for name, kind in {"Muon": torch.optim.Muon, "Adafactor": torch.optim.Adafactor}.items():
         two = [p for p in model.parameters() if p.dim() == 2]
@@ -433,6 +438,12 @@ def shards_refused(rank: int, processes: int, folder: Path) -> object:
 def sharded(module: Any, **how: Any) -> Any:  # noqa: ANN401 - it is a module still
     """Return a module with its parameters sharded."""
     return fully_shard(module, **how)
+
+
+def _by_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    del name
+    for each, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(each, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
 TRIED_MESHES = ["tensor parallel"] if IS_CI else [name for name in MESHES if name != "line"]

@@ -92,6 +92,7 @@ def test_a_run_that_an_error_ends_gives_the_shards_back_and_the_next_one_takes_t
             "meta",
             "it is on the meta device and has no values. Pass weights=..., files of the whole model",
         ),
+        ("beside others", "it is a DTensor that fully_shard did not make"),
         ("Muon", "Muon is not known to treat each element by itself"),
         ("Adafactor", "Adafactor is not known to treat each element by itself"),
         ("in backward", "optimizer_in_backward cannot be used with it"),
