@@ -11,11 +11,6 @@ from tierstore.planning.deciding.device_share import (
     ALIGNMENT_BYTES,
     LEARNING_STEPS,
     DeviceShare,
-    EvaluationEnd,
-    PhasePeak,
-    StepPhase,
-    TrainedBytes,
-    high_of,
 )
 from tierstore.planning.deciding.following import (
     Advance,
@@ -27,6 +22,7 @@ from tierstore.planning.deciding.following import (
     ResidentChooser,
     next_version,
 )
+from tierstore.planning.deciding.phases import EvaluationEnd, PhasePeak, StepPhase, TrainedBytes, high_of
 from tierstore.planning.deciding.resident_choice import ResidentChoice
 from tierstore.planning.deciding.stashing import is_stashed, must_stash, room_bytes
 from tierstore.planning.deciding.steps_ahead import Patience, StepTime, TierRoom, has_room_ahead, step_time

@@ -39,11 +39,10 @@ gets at least its own, and gives back what is more and not leased.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
 from tierstore.planning.deciding.lessons import MARGIN, CalledPart, Lesson
+from tierstore.planning.deciding.phases import EvaluationEnd, PhasePeak, StepPhase, TrainedBytes, high_of
 from tierstore.units import align_up
 
 ALIGNMENT_BYTES = 512
@@ -51,69 +50,9 @@ ALIGNMENT_BYTES = 512
 
 LEARNING_STEPS = 2
 _LEARNING_EVALUATIONS = 1
-_FREE = 0.25
-"""The most of the store's own that is written back early."""
-_FREE_BUNDLES = 1.5
-"""How many of the largest bundles, with gradients and state, there is room for in it."""
-
 _GUESSED = 4
 """How many times what a first evaluation took so far it may take later, if each layer were as wide as
 the widest: what an operator is given, what it makes, and both again in a wider type."""
-
-
-class StepPhase(enum.Enum):
-    """What the program does."""
-
-    MODEL = enum.auto()  # forward and backward
-    OPTIMIZER = enum.auto()
-    EVALUATION = enum.auto()  # forward alone
-    BETWEEN = enum.auto()  # nothing of the model's: inputs are made
-
-    __hash__ = object.__hash__  # an enum's own is a call into Python, for every use
-
-
-class EvaluationEnd(enum.Enum):
-    """How an evaluation ended."""
-
-    WHOLE = enum.auto()
-    BROKEN = enum.auto()  # by an exception, such as one with the features that are wanted
-    OUT_OF_MEMORY = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedBytes:
-    """What the store has to hold of a run: all that is trained, and buffers.
-
-    Attributes:
-        all_bytes: parameters, buffers, gradients and state.
-        gradient_bytes: the gradients among them.
-        pinned_bytes: what always stays on the device.
-        largest_bytes: what has to be there together to train the largest bundle, with all that is pinned.
-        largest_bundle_bytes: the parameters of the largest bundle.
-        widening: the most numbers that a matrix makes of each it is given.
-    """
-
-    all_bytes: int
-    gradient_bytes: int
-    pinned_bytes: int
-    largest_bytes: int
-    largest_bundle_bytes: int
-    widening: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PhasePeak:
-    """What was measured of a phase that ends.
-
-    Attributes:
-        program_bytes: the most that the program had beside the store.
-        is_hidden: whether that may be too low, as an earlier peak hid it.
-        whole_bytes: the most that the whole device had; 0: it is not known.
-    """
-
-    program_bytes: int = 0
-    is_hidden: bool = False
-    whole_bytes: int = 0
 
 
 class DeviceShare:
@@ -576,19 +515,3 @@ class DeviceShare:
     def is_in_the_way(self, live_bytes: int) -> bool:
         """Say whether the store's quota and what the program has now are more than the budget."""
         return self.quota_bytes + live_bytes > self._limit_bytes
-
-
-def high_of(kept_bytes: int, trained: TrainedBytes, below_bytes: int, elsewhere_bytes: int = 0) -> float:
-    """Return above which share of a device the store writes back early, where nobody says it.
-
-    Args:
-        kept_bytes: of the device, that are the store's; 0: it is not known yet.
-        trained: what the store has to hold.
-        below_bytes: what the tiers below can hold together.
-        elsewhere_bytes: of what is trained, that are the program's own.
-    """
-    largest_bytes = trained.largest_bytes - trained.pinned_bytes
-    fits = trained.all_bytes - elsewhere_bytes <= kept_bytes
-    if fits or not kept_bytes or trained.all_bytes + largest_bytes > below_bytes:
-        return 1.0
-    return round(1 - min(_FREE, _FREE_BUNDLES * largest_bytes / kept_bytes), 2)
