@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.planning.deciding import DeviceShare, PhasePeak, StepPhase, TrainedBytes
+from tierstore.planning.deciding import CameBytes, DeviceShare, PhasePeak, StepPhase, TrainedBytes
 
 BUNDLE, STATE, GRADIENT = 8192, 16384, 8192  # bytes of each of ten bundles
 TRAINED = TrainedBytes(
@@ -31,7 +31,7 @@ def share_of(
         trained,
         below_bytes,
         lambda: staying_bytes,
-        lambda: came_bytes,
+        lambda: CameBytes(came_bytes),
         has_streams=has_streams,
     )
     share.quota_bytes = share.own_bytes

@@ -13,6 +13,7 @@ from tests.unit.device_shares import BUNDLE, PLENTY, TRAINED, Use, begin, share_
 from tierstore.planning.deciding import (
     ALIGNMENT_BYTES,
     LEARNING_STEPS,
+    CameBytes,
     DeviceShare,
     EvaluationEnd,
     PhasePeak,
@@ -194,7 +195,7 @@ def test_what_stays_leaves_room_for_what_is_written_back_early(
     limit: int, model: int, said: float | None
 ) -> None:
     for has_streams in (True, False):
-        share = DeviceShare(limit, TRAINED, PLENTY, lambda: 0, lambda: 0, said, has_streams=has_streams)
+        share = DeviceShare(limit, TRAINED, PLENTY, lambda: 0, CameBytes, said, has_streams=has_streams)
         share.quota_bytes = share.own_bytes
         _check_room_of(share, model, said, has_streams=has_streams)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tierstore.planning.deciding import ALIGNMENT_BYTES
 from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.optimizers.step_units import Steps
+from tierstore.units import align_up
 
 
 class Inventory:
@@ -22,6 +24,15 @@ class Inventory:
         self.steps: list[Steps] = []
         self.gradients = GradientTable()
         self.nbytes: dict[str, int] = {}
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the optimizers' state that there is, but of what is computed on the host."""
+        return sum(
+            align_up(state.nbytes, ALIGNMENT_BYTES)
+            for steps in self.steps
+            for bundle, state in steps.state.bindings.items()
+            if bundle.confined_to is None
+        )
 
     def nbytes_of(self, key: str) -> int:
         """Return the bytes of what is under a key; 0: it is no bundle."""

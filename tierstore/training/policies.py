@@ -94,11 +94,11 @@ def policies_for(
     if meter is not None and trained.sets:
         quota = DeviceQuota(
             store,
-            store.stats().tiers[fastest].capacity_bytes,
             trained,
             meter,
             lambda own: prefetcher.set_limit(fastest, placing.placement.ahead_bytes(fastest, own)),
             inventory.gradients,
+            inventory.state_bytes,
             placement.said_high(fastest, store.config.tiers[0].high),
         )
     return Policies(

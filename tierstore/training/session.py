@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
-from tierstore.planning.deciding import StepPhase, StepTime, step_time
+from tierstore.planning.deciding import StepTime, step_time
 from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.training.activation_host import RunHost
@@ -369,7 +369,7 @@ class Session:
             is_aside=self.steps_aside(bundle),
             is_stepping=bool(self._under_way.here),
             is_kept=bundle.confined_to is not None or bundle.key in residents,
-            is_allowed_in_backward=self.budget is None or self.budget.allows_steps_in_backward,
+            is_allowed_in_backward=self.budget is None or self.budget.allows_step_in_backward(bundle.key),
         )
         return when is not StepTime.IN_TIME
 
@@ -386,7 +386,8 @@ class Session:
     def _note(self, bindings: Sequence[Binding]) -> None:
         for binding in bindings if self.recorder.is_on else ():
             self.recorder.mark(Sign.USE, binding.key, binding.nbytes)
-        self._settle_budget()
+        if self.budget is not None:
+            self.budget.note_uses({each.key: each.nbytes for each in bindings if each in self.order})
         self.link.sweep()
         self.prefetcher.note(*[each.key for each in bindings if each.confined_to is None])
         for binding in bindings:
@@ -419,8 +420,7 @@ class Session:
             self.budget.end_step()
         self._stepped_in_backward.clear()
         if self.budget is not None:
-            phase = StepPhase.MODEL if torch.is_grad_enabled() else StepPhase.EVALUATION
-            self.budget.begin_forward(module, args, kwargs, phase)
+            self.budget.begin_forward(module, args, kwargs)
         if torch.is_grad_enabled() or not self.optimizers:
             self.recorder.begin_forward((*args, *kwargs.values()))
         else:
@@ -524,6 +524,7 @@ class Session:
         """Take in that ``requires_grad`` was set."""
         if guard.guarded_tensor_of(tensor) is not None and tensor.is_leaf:
             self.watch_gradient(tensor)
+            self.gradients.table.note_trained(tensor)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -566,10 +567,9 @@ class Session:
         ending.attempt(self.host_stepper.end)
         ending.attempt(self.activations.close)
         ending.attempt(self.link.close)
-        if self.budget is not None:
-            ending.attempt(self.budget.close)
-        if self.meter is not None:
-            ending.attempt(self.meter.close)
+        for each in (self.budget, self.meter):
+            if each is not None:
+                ending.attempt(each.close)
         self.tables.end(ending)
         for steps in self.steps:
             steps.state.bindings.clear()

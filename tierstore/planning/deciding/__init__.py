@@ -22,7 +22,14 @@ from tierstore.planning.deciding.following import (
     ResidentChooser,
     next_version,
 )
-from tierstore.planning.deciding.phases import EvaluationEnd, PhasePeak, StepPhase, TrainedBytes, high_of
+from tierstore.planning.deciding.phases import (
+    CameBytes,
+    EvaluationEnd,
+    PhasePeak,
+    StepPhase,
+    TrainedBytes,
+    high_of,
+)
 from tierstore.planning.deciding.resident_choice import ResidentChoice
 from tierstore.planning.deciding.stashing import is_stashed, must_stash, room_bytes
 from tierstore.planning.deciding.steps_ahead import Patience, StepTime, TierRoom, has_room_ahead, step_time
@@ -32,6 +39,7 @@ __all__ = [
     "LEARNING_STEPS",
     "Advance",
     "Advice",
+    "CameBytes",
     "DeviceShare",
     "EvaluationEnd",
     "Follow",

@@ -27,7 +27,10 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
    and way by way.  One that was not measured yet, or whose inputs have grown, leaves the store nothing until
    it was, in an evaluation what a first one leaves; what was measured of several counts for its most, as uses
    of them differ.
-8. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
+8. What was not used, stepped or trained when the program was measured may take anything: from when it is
+   met the store has nothing in that phase, and the uses that follow are measured.  What was measured of uses
+   with different bundles counts for its most.
+9. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 
 It is told what was measured and what is leased, and says what quota to give; who gave it says so
@@ -39,16 +42,30 @@ gets at least its own, and gives back what is more and not leased.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
+from tierstore.planning.deciding.first_uses import FirstUses, Role, StepPeak
 from tierstore.planning.deciding.lessons import MARGIN, CalledPart, Lesson
-from tierstore.planning.deciding.phases import EvaluationEnd, PhasePeak, StepPhase, TrainedBytes, high_of
+from tierstore.planning.deciding.phases import (
+    CameBytes,
+    EvaluationEnd,
+    PhasePeak,
+    StepPhase,
+    TrainedBytes,
+    high_of,
+)
 from tierstore.units import align_up
 
 ALIGNMENT_BYTES = 512
 """What devices' allocators round to."""
 
 LEARNING_STEPS = 2
+_ROLES: dict[StepPhase, tuple[Role, ...]] = {
+    StepPhase.MODEL: (Role.USED, Role.TRAINED),
+    StepPhase.OPTIMIZER: (Role.STEPPED,),
+    StepPhase.EVALUATION: (),
+    StepPhase.BETWEEN: (),
+}
 _LEARNING_EVALUATIONS = 1
 _GUESSED = 4
 """How many times what a first evaluation took so far it may take later, if each layer were as wide as
@@ -63,7 +80,7 @@ class DeviceShare:
         trained: what the store has to hold.
         below_bytes: what the tiers below the device can hold together.
         staying_bytes: returns the bytes of gradients that are the program's for now.
-        came_bytes: returns those of all that backward has made so far, each once, whoever steps them.
+        came: returns what there was so far of what is trained.
         said_high: see the attribute.
         has_streams: whether copies and computing go on beside each other.
 
@@ -79,7 +96,7 @@ class DeviceShare:
         trained: TrainedBytes,
         below_bytes: int,
         staying_bytes: Callable[[], int],
-        came_bytes: Callable[[], int],
+        came: Callable[[], CameBytes],
         said_high: float | None = None,
         *,
         has_streams: bool = True,
@@ -102,7 +119,8 @@ class DeviceShare:
         self._unseen = dict.fromkeys(StepPhase, 0)  # by the meter, as the allocator told afterwards
         self._leased = dict.fromkeys(StepPhase, 0)  # the most that leases needed together
         self._at_gradients_bytes = 0
-        self._step_bytes = 0
+        self._seen_at_gradients_bytes = 0  # in the use that is being measured
+        self._seen_step_bytes = 0
         self._before_step_bytes = 0
         self._around_evaluation = StepPhase.BETWEEN
         self._lessons = {
@@ -113,11 +131,12 @@ class DeviceShare:
         self._elements: dict[CalledPart, int] = {}  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
         self._staying_bytes = staying_bytes
-        self._came_bytes = came_bytes
-        self._gradient_bytes = trained.gradient_bytes
+        self._came = came
+        self._came_bytes = CameBytes(trained.gradient_bytes, trained.state_bytes)  # or are to come
         self._may_guess = True
         self._held_bytes = 0  # by the program, when the evaluation began that is learned from
         self._together_bytes = 0  # of leases since `guess` was asked last
+        self._first_uses = FirstUses()
 
     # --- a use of the model ---------------------------------------------------------------------
 
@@ -131,6 +150,8 @@ class DeviceShare:
         self._conclude()
         self._lessons[phase].begin(called)
         if phase is not StepPhase.EVALUATION:
+            if self.phase is not phase:  # else it goes on, with another part or another batch
+                self._first_uses.begin_use()
             return
         if self.phase is not phase:
             self._around_evaluation = self.phase
@@ -159,9 +180,11 @@ class DeviceShare:
         if lesson.has_several:
             lesson.steps_to_learn, lesson.is_known = max(1, lesson.steps_to_learn), False
         else:
-            # Inputs, and what was computed of them, are there as well when the optimizer steps.
-            for each in (phase, StepPhase.OPTIMIZER) if phase is StepPhase.MODEL else (phase,):
-                self._program[each] = self._program.get(each, 0) * elements // max(1, seen_elements)
+            self._program[phase] = self._program[phase] * elements // max(1, seen_elements)
+            if phase is StepPhase.MODEL:
+                # Inputs, and what was computed of them, are there as well when the optimizer steps.
+                self._first_uses.grow(elements, seen_elements)
+                self._take_in_step_peak()
             part.made_bytes = part.made_bytes * elements // max(1, seen_elements)
             if part.has_grown(elements):
                 lesson.learn_again()
@@ -173,15 +196,37 @@ class DeviceShare:
         """The model runs on so many elements; return whether a use is learned from."""
         lesson = self._lessons[phase]
         is_step = phase is StepPhase.MODEL
-        is_known_each_time = not (is_step or self._has_streams)  # what an evaluation takes
-        if self._learning is None and (lesson.steps_to_learn or self._is_tight or is_known_each_time):
+        # What an evaluation takes is known each time beside computing; of a step, what is met.
+        is_wanted = self._first_uses.are_to_be_measured if is_step else not self._has_streams
+        if self._learning is None and (lesson.steps_to_learn or self._is_tight or is_wanted):
             self._learning = lesson
             if is_step:
-                self._at_gradients_bytes = self._step_bytes = 0
+                self._seen_at_gradients_bytes = self._seen_step_bytes = 0
+                self._first_uses.begin_measuring()
             self._elements.clear()
         if self._learning is lesson:
             self._elements[lesson.part] = max(self._elements.get(lesson.part, 0), elements)
         return self.is_learning
+
+    def meet(self, keys: Mapping[Hashable, int], *, are_parameters: bool = False) -> bool:
+        """Bundles are used, or parameters are trained in the step that begins.
+
+        Args:
+            keys: with their bytes; of parameters, all that are trained in it.
+            are_parameters: whether they are.
+
+        Returns:
+            whether the store's own is less from now on, as something is met for the first time.
+        """
+        roles = _ROLES[self.phase]
+        if not roles:
+            return False
+        role = Role.TRAINED if are_parameters else roles[0]
+        is_known = self._first_uses.take_in(role, keys, is_measured=self.is_measuring)
+        own_bytes = self.own_bytes
+        if not is_known and self._is_known(self.phase):
+            self._first_uses.meet(role)
+        return self.own_bytes < own_bytes
 
     def note_standing(self, nbytes: int) -> None:
         """Take in what the program has that no use of the model makes."""
@@ -209,7 +254,7 @@ class DeviceShare:
 
     def note_at_gradients(self, nbytes: int) -> None:
         """Take in what the program has where a gradient was accumulated."""
-        self._at_gradients_bytes = max(self._at_gradients_bytes, nbytes)
+        self._seen_at_gradients_bytes = max(self._seen_at_gradients_bytes, nbytes)
 
     def begin_step(self, live_bytes: int) -> None:
         """An optimizer begins to step in what is learned from, beside so much of the program's."""
@@ -295,15 +340,12 @@ class DeviceShare:
         if lesson is None or not self._has_ended:
             return
         self._learning, self._has_ended = None, False
-        self._gradient_bytes = max(self._gradient_bytes, self._came_bytes())
+        self._take_in_came()
         largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
-        for phase, peak_bytes in self._seen.items():
-            former_bytes = self._program.get(phase, 0)
-            is_like_all = bool(largest) and not lesson.has_several
-            if is_like_all and self._counts_alone(phase, peak_bytes):
-                former_bytes = 0
-            self._program[phase] = max(former_bytes, peak_bytes)
-        self._seen.clear()
+        self._take_in_seen(has_largest=bool(largest) and not lesson.has_several)
+        if lesson is self._lessons[StepPhase.MODEL]:
+            self._first_uses.conclude()
+            self._take_in_step_peak()
         for part, elements in self._elements.items():
             part.measured_elements = max(part.measured_elements, elements)
         if largest or lesson.has_several:
@@ -314,6 +356,32 @@ class DeviceShare:
                 lesson.measured_bytes = self._program[StepPhase.EVALUATION]
             self._divide()
 
+    def _take_in_seen(self, *, has_largest: bool) -> None:
+        """Take in the peaks of the use that ended; say whether it had the largest inputs of all."""
+        step_bytes = self._seen.pop(StepPhase.OPTIMIZER, None)
+        if step_bytes is not None:
+            peak = StepPeak(step_bytes, self._seen_step_bytes)
+            self._first_uses.take_in_step(peak, has_largest=has_largest)
+            self._program.setdefault(StepPhase.OPTIMIZER, 0)
+        for phase, peak_bytes in self._seen.items():
+            is_like_all = has_largest and self._first_uses.is_like_all(_ROLES[phase])
+            is_alone = is_like_all and self._counts_alone(phase, peak_bytes)
+            self._program[phase] = max(0 if is_alone else self._program.get(phase, 0), peak_bytes)
+            if phase is StepPhase.MODEL:
+                former_bytes = 0 if is_alone else self._at_gradients_bytes
+                self._at_gradients_bytes = max(former_bytes, self._seen_at_gradients_bytes)
+        self._seen.clear()
+
+    def _take_in_step_peak(self) -> None:
+        if StepPhase.OPTIMIZER in self._program:
+            self._program[StepPhase.OPTIMIZER] = self._first_uses.step_peak.program_bytes
+
+    def _take_in_came(self) -> None:
+        known, came = self._came_bytes, self._came()
+        self._came_bytes = CameBytes(
+            max(known.gradient_bytes, came.gradient_bytes), max(known.state_bytes, came.state_bytes)
+        )
+
     def _counts_alone(self, phase: StepPhase, peak_bytes: int) -> bool:
         """Whether a use of the largest inputs says more than those before it.
 
@@ -323,13 +391,9 @@ class DeviceShare:
         lesson = self._learning_of(phase)
         is_first = lesson.steps_to_learn == lesson.uses_to_learn_from
         is_much_less = peak_bytes * MARGIN < self._program.get(phase, 0)
-        match phase:
-            case StepPhase.OPTIMIZER:
-                return True
-            case StepPhase.EVALUATION:
-                return is_first
-            case _:
-                return is_first or not lesson.steps_to_learn or not is_much_less
+        if phase is StepPhase.EVALUATION:
+            return is_first
+        return is_first or not lesson.steps_to_learn or not is_much_less
 
     # --- phases ---------------------------------------------------------------------------------
 
@@ -359,7 +423,7 @@ class DeviceShare:
         peak_bytes = max(peak.program_bytes, former_bytes, beside_bytes)
         self._seen[phase] = max(self._seen.get(phase, 0), peak_bytes)
         if phase is StepPhase.OPTIMIZER:
-            self._step_bytes = max(self._step_bytes, peak_bytes - self._before_step_bytes)
+            self._seen_step_bytes = max(self._seen_step_bytes, peak_bytes - self._before_step_bytes)
 
     def _note_excess(self, excess_bytes: int) -> None:
         """Where the phase that ends had more than the budget, let the store have less from now on."""
@@ -398,7 +462,12 @@ class DeviceShare:
     @property
     def own_bytes(self) -> int:
         """The store's own in this phase."""
-        return self._own[self.phase]
+        return self._floor_bytes if self._has_met else self._own[self.phase]
+
+    @property
+    def _has_met(self) -> bool:
+        """Whether something is used in this phase that was not measured."""
+        return self._first_uses.has_met(_ROLES[self.phase])
 
     @property
     def kept_bytes(self) -> int:
@@ -427,10 +496,16 @@ class DeviceShare:
 
     @property
     def has_room_for_gradients(self) -> bool:
-        """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
-        kept_bytes = self._trained.all_bytes - self._trained.gradient_bytes + self._gradient_bytes
-        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + kept_bytes
-        return not self._lessons[StepPhase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
+        """Whether it is known that all there is fits beside the program, so that gradients may be its own.
+
+        What is trained from now on has gradients and state that nobody foresaw.
+        """
+        if self._lessons[StepPhase.MODEL].steps_to_learn or self._first_uses.has_met(_ROLES[StepPhase.MODEL]):
+            return False
+        trained, came = self._trained, self._came_bytes
+        fixed_bytes = trained.all_bytes - trained.gradient_bytes - trained.state_bytes
+        kept_bytes = fixed_bytes + came.gradient_bytes + came.state_bytes
+        return self._spared(self._program.get(StepPhase.MODEL, 0)) + kept_bytes <= self._limit_bytes
 
     @property
     def allows_steps_in_backward(self) -> bool:
@@ -441,10 +516,16 @@ class DeviceShare:
             and min(self._own[StepPhase.MODEL], self._beside_steps_bytes) >= self._step_ahead_bytes
         )
 
+    def allows_step_in_backward(self, key: Hashable) -> bool:
+        """Whether this bundle may be stepped there: what its step takes was measured, too."""
+        return self.allows_steps_in_backward and self._first_uses.is_known(Role.STEPPED, key)
+
     @property
     def _beside_steps_bytes(self) -> int:
         """What the program leaves where an optimizer steps in the midst of backward."""
-        return self._limit_bytes - self._spared(self._at_gradients_bytes + self._step_bytes)
+        return self._limit_bytes - self._spared(
+            self._at_gradients_bytes + self._first_uses.step_peak.more_bytes
+        )
 
     def _spared(self, program_bytes: int) -> int:
         """Return what is left to the program that had so much: more, as what varies may be more."""
@@ -470,7 +551,9 @@ class DeviceShare:
 
     def _rest_bytes(self, phase: StepPhase) -> int:
         """Return what the program leaves in a phase, as far as it was measured."""
-        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
+        gradient_bytes = (
+            self._came_bytes.gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
+        )
         program_bytes = self._spared(self._program[phase])
         rest_bytes = self._limit_bytes - program_bytes - gradient_bytes - self._unseen[phase]
         if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
@@ -487,7 +570,7 @@ class DeviceShare:
     @property
     def is_to_prepare(self) -> bool:
         """Whether leases may need more than the store has: `grow` is asked before they begin."""
-        return self.is_learning or self._is_tight or not self._program
+        return self.is_learning or self._is_tight or self._has_met or not self._program
 
     def grow(self, needed_bytes: int, leased_bytes: int, live_bytes: int) -> int | None:
         """Return the quota with which so much more can be leased; ``None``: the program uses it.

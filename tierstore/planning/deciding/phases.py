@@ -43,6 +43,7 @@ class TrainedBytes:
         pinned_bytes: what always stays on the device.
         largest_bytes: what has to be there together to train the largest bundle, with all that is pinned.
         largest_bundle_bytes: the parameters of the largest bundle.
+        state_bytes: the optimizers' state among all.
         widening: the most numbers that a matrix makes of each it is given.
     """
 
@@ -52,6 +53,20 @@ class TrainedBytes:
     largest_bytes: int
     largest_bundle_bytes: int
     widening: float = 1.0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CameBytes:
+    """What there was so far of what is trained, whoever steps it, and as far as it came.
+
+    Attributes:
+        gradient_bytes: of all gradients that backward has made, each once.
+        state_bytes: of the optimizers' state.
+    """
+
+    gradient_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

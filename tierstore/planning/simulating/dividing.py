@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from fractions import Fraction
 
 from tierstore.errors import CapacityError
 from tierstore.planning.deciding import (
     ALIGNMENT_BYTES,
+    CameBytes,
     DeviceShare,
     PhasePeak,
     StepPhase,
@@ -84,7 +85,7 @@ class DividedDevice:
             trained,
             sum(each.tier.capacity_bytes for each in below),
             lambda: self.staying_bytes,
-            lambda: trained.gradient_bytes,
+            lambda: CameBytes(trained.gradient_bytes, trained.state_bytes),
             said_high,
             has_streams=store.has_streams,
         )
@@ -105,10 +106,9 @@ class DividedDevice:
         """See `DeviceShare.has_room_for_gradients`."""
         return self._share.has_room_for_gradients
 
-    @property
-    def allows_steps_in_backward(self) -> bool:
-        """See `DeviceShare.allows_steps_in_backward`."""
-        return self._share.allows_steps_in_backward
+    def allows_step_in_backward(self, key: str) -> bool:
+        """See `DeviceShare.allows_step_in_backward`."""
+        return self._share.allows_step_in_backward(key)
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -146,6 +146,12 @@ class DividedDevice:
         """A gradient is accumulated, beside what the program has."""
         if self._share.is_learning:
             self._share.note_at_gradients(self._holdings.own_bytes + more_bytes)
+
+    def note_uses(self, keys: Mapping[Hashable, int]) -> None:
+        """Bundles of so many bytes are used; leases of others may have ended."""
+        if self._share.meet(keys):
+            self._set_ahead(self._share.own_bytes)
+        self.settle()
 
     # --- quotas -------------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None
     bundles = [each for each in program.data.values() if each.kind in (ByteKind.PARAMETERS, ByteKind.BUFFER)]
     if not bundles:
         return None
-    kept, made, pinned, largest, alone = 0, 0, 0, 0, [0]
+    kept, kept_state, made, pinned, largest, alone = 0, 0, 0, 0, 0, [0]
     for each in bundles:
         homes = homes_of(placement, each.key)
         if homes.parameters.device == CPU:
@@ -236,6 +242,7 @@ def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None
         )
         pinned_bytes = own_bytes if homes.is_pinned else 0
         kept += own_bytes + state_bytes
+        kept_state += state_bytes
         made += max(gradient_bytes, all_gradients[each.key])
         pinned += pinned_bytes
         largest = max(largest, own_bytes)
@@ -246,4 +253,5 @@ def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None
         pinned_bytes=pinned,
         largest_bytes=pinned + max(alone),
         largest_bundle_bytes=largest,
+        state_bytes=kept_state,
     )

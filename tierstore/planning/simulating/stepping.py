@@ -112,7 +112,7 @@ class OptimizerTurns:
             is_aside=is_aside,
             is_stepping=self._is_under_way,
             is_kept=unit.bundle in (self._placement.residents or self._windows.follower.residents),
-            is_allowed_in_backward=device is None or device.allows_steps_in_backward,
+            is_allowed_in_backward=device is None or device.allows_step_in_backward(unit.bundle),
         )
         needed = [unit.bundle, *_state(unit)]
         new_bytes = sum(self._data[key].nbytes for key in needed)

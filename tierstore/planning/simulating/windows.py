@@ -16,7 +16,7 @@ from tierstore.core.messages import Access
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch
 from tierstore.planning.homes import Home
-from tierstore.planning.program import Datum
+from tierstore.planning.program import ByteKind, Datum
 from tierstore.planning.simulating.dividing import DividedDevice
 from tierstore.planning.simulating.host_lane import HostLane
 from tierstore.planning.simulating.ledger_store import LedgerStore
@@ -128,7 +128,9 @@ class KeyWindows:
     def note(self, *keys: str) -> None:
         """Keys are used now, in this order."""
         if self._device is not None:
-            self._device.settle()
+            self._device.note_uses(
+                {key: datum.nbytes for key in keys if (datum := self._data[key]).kind is ByteKind.PARAMETERS}
+            )
         passing = self._passing
         self.carry(
             itertools.chain.from_iterable(

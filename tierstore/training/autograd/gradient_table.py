@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -21,10 +21,16 @@ from tierstore.units import align_up
 
 
 class GradientTable:
-    """All gradients of one model."""
+    """All gradients of one model.
+
+    Attributes:
+        has_changed: whether other parameters require gradients than when `trained` was asked last.
+    """
 
     def __init__(self) -> None:
         self._of: dict[torch.Tensor, Gradient] = {}
+        self._trained: dict[Hashable, int] | None = None  # bytes, by the ids of parameters
+        self.has_changed = True
 
     def add(self, name: str, parameter: torch.nn.Parameter, home: Home) -> Gradient:
         """Return the gradient of one more parameter, whose stash lives at ``home``."""
@@ -40,6 +46,26 @@ class GradientTable:
 
     def __iter__(self) -> Iterator[Gradient]:
         return iter(self._of.values())
+
+    def trained(self) -> Mapping[Hashable, int]:
+        """Return a key and the bytes of each parameter that requires gradients; changes are told then."""
+        if self._trained is None:
+            trained = (each.parameter for each in self if each.parameter.requires_grad)
+            self._trained = {id(each): memory_of(each).nbytes for each in trained}
+        self.has_changed = False
+        return self._trained
+
+    def note_trained(self, parameter: torch.Tensor) -> None:
+        """Take in whether a parameter requires gradients from now on."""
+        if self._trained is None or parameter not in self._of:
+            return
+        if (id(parameter) in self._trained) is parameter.requires_grad:
+            return
+        self.has_changed = True
+        if parameter.requires_grad:
+            self._trained[id(parameter)] = memory_of(parameter).nbytes
+        else:
+            del self._trained[id(parameter)]
 
     def are_untouched(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all of their gradients wait in the store and nobody has looked at one since."""

@@ -5,13 +5,20 @@ It measures what the program takes, tells the share, and gives the store what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from tierstore.errors import CapacityError
-from tierstore.planning.deciding import DeviceShare, EvaluationEnd, PhasePeak, StepPhase, TrainedBytes
+from tierstore.planning.deciding import (
+    CameBytes,
+    DeviceShare,
+    EvaluationEnd,
+    PhasePeak,
+    StepPhase,
+    TrainedBytes,
+)
 from tierstore.planning.homes import CPU
 from tierstore.store import Store
 from tierstore.training import locks
@@ -31,12 +38,12 @@ class DeviceQuota:
     `prepare`, `grow` and `settle` are safe from any thread; the rest is for the one that trains.
 
     Args:
-        store: with a device tier as its fastest.
-        limit_bytes: all that the program may have on the device.
+        store: with a device tier as its fastest, whose quota is all that the program may have on the device.
         trained: what has to be there of the model.
         meter: of what the program has outside the store.
         resized: told how much is the store's own.
         gradients: of the model.
+        state_bytes: returns those of the optimizers' state that there is.
         said_high: as of `tierstore.planning.deciding.DeviceShare`.
 
     Raises:
@@ -46,16 +53,16 @@ class DeviceQuota:
     def __init__(
         self,
         store: Store,
-        limit_bytes: int,
         trained: TrainedSets,
         meter: Meter,
         resized: Callable[[int], None],
         gradients: GradientTable,
+        state_bytes: Callable[[], int],
         said_high: float | None,
     ) -> None:
         self._store = store
         self._tier = store.tier_names[0]
-        self._limit_bytes = limit_bytes
+        limit_bytes = self._limit_bytes = store.stats().tiers[self._tier].capacity_bytes
         self._meter = meter
         self._ways = CalledWays(store.device.type)
         self._resized = resized
@@ -66,12 +73,13 @@ class DeviceQuota:
         # Guards what is given and leased; held while hardware makes room.
         self._lock = locks.new_lock(Rank.DEVICE_QUOTA)
         has_streams = store.device.type != CPU
+        self._gradients = gradients
         self._share = DeviceShare(
             limit_bytes,
             needed,
             sum(below),
             gradients.staying_bytes,
-            gradients.came_bytes,
+            lambda: CameBytes(gradients.came_bytes(), state_bytes()),
             said_high,
             has_streams=has_streams,
         )
@@ -80,17 +88,15 @@ class DeviceQuota:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def begin_forward(
-        self, called: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], phase: StepPhase
-    ) -> None:
-        """A model, or a part, begins to run: in a step (``MODEL``) or for itself (``EVALUATION``).
+    def begin_forward(self, called: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """A model, or a part, begins to run: in a step, or where gradients are not enabled for itself.
 
         Args:
             called: by the program.
             args: that it is given.
             kwargs: that it is given by name.
-            phase: that begins.
         """
+        phase = StepPhase.MODEL if torch.is_grad_enabled() else StepPhase.EVALUATION
         self._share.begin_use(phase, self._ways.way_of(called, args, kwargs))
         self._enter(phase)
         inputs = (*args, *kwargs.values())
@@ -103,6 +109,8 @@ class DeviceQuota:
         if self._share.begin_learning(phase, elements):
             self._share.note_standing(self._meter.standing_bytes())
             self._meter.begin(inputs)
+        if phase is StepPhase.MODEL and (self._share.is_measuring or self._gradients.has_changed):
+            self.note_uses(self._gradients.trained(), are_parameters=True)
         if phase is StepPhase.EVALUATION and self._share.expect_held(self._meter.live_bytes()):
             self._enter(phase)
 
@@ -191,6 +199,22 @@ class DeviceQuota:
         program_bytes = self._meter.take_peak()
         return PhasePeak(program_bytes, self._meter.was_peak_hidden, whole_bytes)
 
+    def note_uses(self, keys: Mapping[Hashable, int], *, are_parameters: bool = False) -> None:
+        """Bundles are used, or parameters trained in the step that begins; leases of others may have ended.
+
+        Args:
+            keys: with their bytes; of parameters, all that are trained in it.
+            are_parameters: whether they are.
+
+        Raises:
+            CapacityError: see `settle`.
+        """
+        with self._lock:
+            is_less = self._share.meet(keys, are_parameters=are_parameters)
+        if is_less:
+            self._resized(self._share.own_bytes)
+        self.settle()
+
     # --- what is known ------------------------------------------------------------------------
 
     @property
@@ -203,10 +227,9 @@ class DeviceQuota:
         """See `tierstore.planning.deciding.DeviceShare.staying_room_bytes`."""
         return self._share.staying_room_bytes
 
-    @property
-    def allows_steps_in_backward(self) -> bool:
-        """See `tierstore.planning.deciding.DeviceShare.allows_steps_in_backward`."""
-        return self._share.allows_steps_in_backward
+    def allows_step_in_backward(self, key: str) -> bool:
+        """See `tierstore.planning.deciding.DeviceShare.allows_step_in_backward`."""
+        return self._share.allows_step_in_backward(key)
 
     # --- quotas -------------------------------------------------------------------------------
 
@@ -323,4 +346,5 @@ def trained_bytes(trained: TrainedSets) -> TrainedBytes:
         largest_bytes=largest_bytes,
         largest_bundle_bytes=max(each.bundle_bytes for each in sets),
         widening=trained.widening,
+        state_bytes=sum(each.state_bytes for each in sets),
     )
