@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -228,5 +229,5 @@ def test_what_is_frozen_and_thawed_in_each_step_is_met_once(tmp_path: Path) -> N
             _adversarial(is_frozen=True)(trial)
             traffic = run.store.stats().traffic
             moved.append(traffic["host", "device"].nbytes + traffic["device", "host"].nbytes)
-    assert moved[3] - moved[2] < moved[0]
-    assert moved[3] - moved[2] == moved[2] - moved[1]
+    later = [there - before for before, there in itertools.pairwise(moved)]
+    assert max(later) < 0.6 * moved[0], "in the first round each of them is met once"

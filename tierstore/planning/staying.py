@@ -12,6 +12,7 @@ backward, and beside them there is room for what comes and goes.
    clipped, unscaled, looked at or zeroed is used in each; state still comes and goes once.  Where gradients
    are used so they stay first, then parameters, and state last.  Parameters that are used more often still,
    as in accumulation, stay with their gradients.
+4. Where parts are stepped in turn, what moves is counted instead: see `tierstore.planning.staying_in_turn`.
 
 Pure: sizes in, keys out.
 """
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from tierstore.planning.residents import OTHERS, Trained
+from tierstore.planning.staying_in_turn import are_in_turn, choose_in_turn
 
 OUT_OF_TURN = 3
 """Of the largest, how many may stay out of their turn: each doubles the walks through all that is trained."""
@@ -52,7 +54,21 @@ def choose_staying(
         quota_bytes: of the tier.
         passing_bytes: of the largest of what is used beside what is trained.
     """
-    passing_room_bytes = int(OTHERS * passing_bytes)
+    whole = list(trained)
+    usual = _usual(whole, accesses, sizes, quota_bytes, int(OTHERS * passing_bytes))
+    if are_in_turn(whole, accesses):
+        return choose_in_turn(usual, whole, accesses, sizes, quota_bytes - int(OTHERS * passing_bytes))
+    return usual
+
+
+def _usual(
+    trained: Iterable[Trained],
+    accesses: Sequence[str],
+    sizes: Mapping[str, int],
+    quota_bytes: int,
+    passing_room_bytes: int,
+) -> frozenset[str]:
+    """Return the keys that stay by the rules above."""
     order = _by_worth(trained, Counter(accesses), sizes)
     largest = heapq.nlargest(OUT_OF_TURN, range(len(order)), key=lambda number: order[number].nbytes)
     best: list[Trained] = []
