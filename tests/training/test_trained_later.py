@@ -139,6 +139,27 @@ def _thaw_others(model: Mixture, number: int) -> None:
         model.experts[each % EXPERTS].requires_grad_(requires_grad=True)
 
 
+def _thawed_by_a_hook(trial: Trial) -> None:
+    """The model is called when it happens."""
+    model, number = _mixture(trial), 0
+
+    def thaw(*_: object) -> None:
+        _thaw(model, number)
+
+    with model.register_forward_pre_hook(thaw):
+        for number in range(STEPS):  # noqa: B007 - the hook reads it
+            _end(trial, _loss(model))
+
+
+def _thawed_beside_a_target(trial: Trial) -> None:
+    """What a first forward makes is there when the model runs for the second time."""
+    for number in range(STEPS):
+        _thaw(_mixture(trial), number)
+        target = trial.model(torch.randn(4, DIM))
+        found = trial.model(torch.randn(4, DIM))
+        _end(trial, (found - target.detach() - 1).square().mean())
+
+
 def _with_a_group_more(trial: Trial) -> None:
     for number in range(STEPS):
         if number == 4:
@@ -185,6 +206,8 @@ LATE: dict[str, tuple[Callable[[], tuple[nn.Module, list[Optimizer]]], Callable[
     "thawed, in no optimizer": (_head_alone, _changing(_thaw)),
     "thawed one by one": (_one_optimizer, _changing(_thaw_one_more)),
     "others thawed each time": (_one_optimizer, _changing(_thaw_others)),
+    "thawed by a hook": (_head_first, _thawed_by_a_hook),
+    "thawed beside a target": (_head_first, _thawed_beside_a_target),
     "a group more": (_head_alone, _with_a_group_more),
     "the second optimizer later": (_two_optimizers, _stepping(lambda n, them: them if n > 3 else them[:1])),
     "the first optimizer later": (_two_optimizers, _stepping(lambda n, them: them if n > 3 else them[1:])),
@@ -231,3 +254,20 @@ def test_what_is_frozen_and_thawed_in_each_step_is_met_once(tmp_path: Path) -> N
             moved.append(traffic["host", "device"].nbytes + traffic["device", "host"].nbytes)
     later = [there - before for before, there in itertools.pairwise(moved)]
     assert max(later) < 0.6 * moved[0], "in the first round each of them is met once"
+
+
+@pytest.mark.parametrize("percent", [118, 125, 140])
+def test_where_all_fits_nothing_moves_after_a_thaw(percent: int, tmp_path: Path) -> None:
+    """Gradients are the program's own there: they are in no peak."""
+    torch.manual_seed(0)
+    model, optimizers = _head_first()
+    trial = Trial(model, optimizers)
+    config = config_of("device", tmp_path, {"max_device_memory": NEED_BYTES * percent // 100})
+    with offload(model, optimizers, config) as run:
+        for number in range(30):
+            _thaw(_mixture(trial), number)
+            _end(trial, _loss(model))
+        before = run.store.stats().traffic
+        for _ in range(3):
+            _end(trial, _loss(model))
+        assert run.store.stats().traffic == before

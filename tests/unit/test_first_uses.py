@@ -83,6 +83,22 @@ def test_a_part_that_runs_next_in_a_step_changes_nothing() -> None:
     assert own_bytes == [0, 0]
 
 
+def test_a_step_is_measured_from_its_beginning_or_not_at_all() -> None:
+    """What a first forward has made, and is held meanwhile, would be in no peak."""
+    share = _settled()
+    learns = []
+    for _ in range(2):
+        for _ in range(2):
+            share.begin_use(StepPhase.MODEL)
+            share.enter(StepPhase.MODEL, PhasePeak())
+            share.begin_learning(StepPhase.MODEL, 1)
+            learns.append(share.is_learning)
+            share.meet({"c": 1})
+        share.enter(StepPhase.BETWEEN, PhasePeak())
+        share.end_step()
+    assert learns == [False, False, True, True]
+
+
 def test_evaluations_and_what_is_between_meet_nothing() -> None:
     share = _settled()
     for phase in (StepPhase.EVALUATION, StepPhase.BETWEEN):
@@ -131,9 +147,12 @@ def test_gradients_and_state_of_what_is_trained_later_count_once_they_came(state
     _step(share, set("abc"), set("ab"), 10_000, 10_000)
     has_room.append(share.has_room_for_gradients)
     came[0] = CameBytes(TRAINED.gradient_bytes, TRAINED.state_bytes + state_bytes)
-    for _ in range(2):
+    for _ in range(16):
         _step(share, set("abc"), set("abc"), 10_000, 10_000)
-    assert [*has_room, share.has_room_for_gradients] == [True, False, state_bytes < 90_000]
+        has_room.append(share.has_room_for_gradients)
+    _step(share, set("abc"), set("abc"), 10_000, 10_000)
+    assert has_room == [True] + 17 * [False], "measured without those that are the program's"
+    assert share.has_room_for_gradients == (state_bytes < 90_000)
 
 
 @given(

@@ -137,6 +137,7 @@ class DeviceShare:
         self._held_bytes = 0  # by the program, when the evaluation began that is learned from
         self._together_bytes = 0  # of leases since `guess` was asked last
         self._first_uses = FirstUses()
+        self._begins_step = False
 
     # --- a use of the model ---------------------------------------------------------------------
 
@@ -152,6 +153,7 @@ class DeviceShare:
         if phase is not StepPhase.EVALUATION:
             if self.phase is not phase:  # else it goes on, with another part or another batch
                 self._first_uses.begin_use()
+                self._begins_step = True
             return
         if self.phase is not phase:
             self._around_evaluation = self.phase
@@ -197,7 +199,7 @@ class DeviceShare:
         lesson = self._lessons[phase]
         is_step = phase is StepPhase.MODEL
         # What an evaluation takes is known each time beside computing; of a step, what is met.
-        is_wanted = self._first_uses.are_to_be_measured if is_step else not self._has_streams
+        is_wanted = self._is_met_wanted() if is_step else not self._has_streams
         if self._learning is None and (lesson.steps_to_learn or self._is_tight or is_wanted):
             self._learning = lesson
             if is_step:
@@ -207,6 +209,11 @@ class DeviceShare:
         if self._learning is lesson:
             self._elements[lesson.part] = max(self._elements.get(lesson.part, 0), elements)
         return self.is_learning
+
+    def _is_met_wanted(self) -> bool:
+        """Whether a step is measured for what was met: from its beginning, or what it has is missed."""
+        begins, self._begins_step = self._begins_step, False
+        return begins and self._first_uses.are_to_be_measured
 
     def meet(self, keys: Mapping[Hashable, int], *, are_parameters: bool = False) -> bool:
         """Bundles are used, or parameters are trained in the step that begins.
@@ -218,8 +225,7 @@ class DeviceShare:
         Returns:
             whether the store's own is less from now on, as something is met for the first time.
         """
-        roles = _ROLES[self.phase]
-        if not roles:
+        if not (roles := _ROLES[self.phase]):
             return False
         role = Role.TRAINED if are_parameters else roles[0]
         is_known = self._first_uses.take_in(role, keys, is_measured=self.is_measuring)
@@ -340,7 +346,7 @@ class DeviceShare:
         if lesson is None or not self._has_ended:
             return
         self._learning, self._has_ended = None, False
-        self._take_in_came()
+        self._came_bytes = self._came_bytes.at_least(self._came())
         largest = [part for part, elements in self._elements.items() if elements >= part.seen_elements]
         self._take_in_seen(has_largest=bool(largest) and not lesson.has_several)
         if lesson is self._lessons[StepPhase.MODEL]:
@@ -375,12 +381,6 @@ class DeviceShare:
     def _take_in_step_peak(self) -> None:
         if StepPhase.OPTIMIZER in self._program:
             self._program[StepPhase.OPTIMIZER] = self._first_uses.step_peak.program_bytes
-
-    def _take_in_came(self) -> None:
-        known, came = self._came_bytes, self._came()
-        self._came_bytes = CameBytes(
-            max(known.gradient_bytes, came.gradient_bytes), max(known.state_bytes, came.state_bytes)
-        )
 
     def _counts_alone(self, phase: StepPhase, peak_bytes: int) -> bool:
         """Whether a use of the largest inputs says more than those before it.
@@ -498,9 +498,9 @@ class DeviceShare:
     def has_room_for_gradients(self) -> bool:
         """Whether it is known that all there is fits beside the program, so that gradients may be its own.
 
-        What is trained from now on has gradients and state that nobody foresaw.
+        What is met has gradients and state that nobody foresaw; what is measured for it is so without them.
         """
-        if self._lessons[StepPhase.MODEL].steps_to_learn or self._first_uses.has_met(_ROLES[StepPhase.MODEL]):
+        if self._lessons[StepPhase.MODEL].steps_to_learn or self._first_uses.are_to_be_measured:
             return False
         trained, came = self._trained, self._came_bytes
         fixed_bytes = trained.all_bytes - trained.gradient_bytes - trained.state_bytes

@@ -68,6 +68,12 @@ class CameBytes:
     gradient_bytes: int = 0
     state_bytes: int = 0
 
+    def at_least(self, other: CameBytes) -> CameBytes:
+        """Return the most of both."""
+        return CameBytes(
+            max(self.gradient_bytes, other.gradient_bytes), max(self.state_bytes, other.state_bytes)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:

@@ -106,11 +106,13 @@ class DeviceQuota:
             raise self._took_too_much(needed_bytes)
         if self._share.expect_more(phase, elements):
             self._enter(phase)
+        if self._gradients.has_changed:
+            self.note_uses({})
         if self._share.begin_learning(phase, elements):
             self._share.note_standing(self._meter.standing_bytes())
             self._meter.begin(inputs)
-        if phase is StepPhase.MODEL and (self._share.is_measuring or self._gradients.has_changed):
-            self.note_uses(self._gradients.trained(), are_parameters=True)
+            if phase is StepPhase.MODEL:
+                self._meet_trained()
         if phase is StepPhase.EVALUATION and self._share.expect_held(self._meter.live_bytes()):
             self._enter(phase)
 
@@ -199,21 +201,25 @@ class DeviceQuota:
         program_bytes = self._meter.take_peak()
         return PhasePeak(program_bytes, self._meter.was_peak_hidden, whole_bytes)
 
-    def note_uses(self, keys: Mapping[Hashable, int], *, are_parameters: bool = False) -> None:
-        """Bundles are used, or parameters trained in the step that begins; leases of others may have ended.
+    def note_uses(self, keys: Mapping[Hashable, int]) -> None:
+        """Bundles are used, and perhaps other parameters trained; leases of others may have ended.
 
         Args:
-            keys: with their bytes; of parameters, all that are trained in it.
-            are_parameters: whether they are.
+            keys: of the bundles, with their bytes.
 
         Raises:
             CapacityError: see `settle`.
         """
         with self._lock:
-            is_less = self._share.meet(keys, are_parameters=are_parameters)
+            is_less = self._share.meet(keys)
+            if self._gradients.has_changed and self._share.phase is StepPhase.MODEL:
+                is_less |= self._meet_trained()
         if is_less:
             self._resized(self._share.own_bytes)
         self.settle()
+
+    def _meet_trained(self) -> bool:
+        return self._share.meet(self._gradients.trained(), are_parameters=True)
 
     # --- what is known ------------------------------------------------------------------------
 
