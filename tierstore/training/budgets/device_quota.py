@@ -111,8 +111,8 @@ class DeviceQuota:
         if self._share.begin_learning(phase, elements):
             self._share.note_standing(self._meter.standing_bytes())
             self._meter.begin(inputs)
-            if phase is StepPhase.MODEL:
-                self._meet_trained()
+            if phase is StepPhase.MODEL and self._meet_trained():
+                self._resized(self._share.own_bytes)
         if phase is StepPhase.EVALUATION and self._share.expect_held(self._meter.live_bytes()):
             self._enter(phase)
 
