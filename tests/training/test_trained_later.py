@@ -168,14 +168,10 @@ def _with_a_group_more(trial: Trial) -> None:
         _end(trial, _loss(trial.model))
 
 
-class _Chain(nn.Sequential):
-    """Experts one after another, that can be called as a part."""
-
-
 def _adversaries() -> tuple[nn.Module, list[Optimizer]]:
     model = Mixture()
     layers = list(model.experts)
-    model.experts = nn.ModuleList([_Chain(*layers[:3]), _Chain(*layers[3:])])
+    model.experts = nn.ModuleList([nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:])])
     critic, maker = model.experts
     return model, [
         torch.optim.RMSprop(critic.parameters(), lr=1e-3),

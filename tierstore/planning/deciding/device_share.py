@@ -60,16 +60,18 @@ ALIGNMENT_BYTES = 512
 """What devices' allocators round to."""
 
 LEARNING_STEPS = 2
+_LEARNING_EVALUATIONS = 1
+_GUESSED = 4
+"""How many times what a first evaluation took so far it may take later, if each layer were as wide as
+the widest: what an operator is given, what it makes, and both again in a wider type."""
+
 _ROLES: dict[StepPhase, tuple[Role, ...]] = {
     StepPhase.MODEL: (Role.USED, Role.TRAINED),
     StepPhase.OPTIMIZER: (Role.STEPPED,),
     StepPhase.EVALUATION: (),
     StepPhase.BETWEEN: (),
 }
-_LEARNING_EVALUATIONS = 1
-_GUESSED = 4
-"""How many times what a first evaluation took so far it may take later, if each layer were as wide as
-the widest: what an operator is given, what it makes, and both again in a wider type."""
+"""What is told of in each phase."""
 
 
 class DeviceShare:
@@ -137,7 +139,7 @@ class DeviceShare:
         self._held_bytes = 0  # by the program, when the evaluation began that is learned from
         self._together_bytes = 0  # of leases since `guess` was asked last
         self._first_uses = FirstUses()
-        self._begins_step = False
+        self._is_another = False  # use than the one before: the phase begins with it
 
     # --- a use of the model ---------------------------------------------------------------------
 
@@ -150,12 +152,12 @@ class DeviceShare:
         """
         self._conclude()
         self._lessons[phase].begin(called)
+        self._is_another = self.phase is not phase  # else it goes on, with another part or another batch
         if phase is not StepPhase.EVALUATION:
-            if self.phase is not phase:  # else it goes on, with another part or another batch
+            if self._is_another:
                 self._first_uses.begin_use()
-                self._begins_step = True
             return
-        if self.phase is not phase:
+        if self._is_another:
             self._around_evaluation = self.phase
         if self._may_guess and not self._is_known(phase):
             self._own[phase] = self._guessed_bytes(self._standing_bytes)
@@ -198,8 +200,9 @@ class DeviceShare:
         """The model runs on so many elements; return whether a use is learned from."""
         lesson = self._lessons[phase]
         is_step = phase is StepPhase.MODEL
-        # What an evaluation takes is known each time beside computing; of a step, what is met.
-        is_wanted = self._is_met_wanted() if is_step else not self._has_streams
+        # A step is measured for what was met: from its beginning, or what its first forward made is missed.
+        is_met_wanted = self._is_another and self._first_uses.are_to_be_measured
+        is_wanted = is_met_wanted if is_step else not self._has_streams
         if self._learning is None and (lesson.steps_to_learn or self._is_tight or is_wanted):
             self._learning = lesson
             if is_step:
@@ -209,11 +212,6 @@ class DeviceShare:
         if self._learning is lesson:
             self._elements[lesson.part] = max(self._elements.get(lesson.part, 0), elements)
         return self.is_learning
-
-    def _is_met_wanted(self) -> bool:
-        """Whether a step is measured for what was met: from its beginning, or what it has is missed."""
-        begins, self._begins_step = self._begins_step, False
-        return begins and self._first_uses.are_to_be_measured
 
     def meet(self, keys: Mapping[Hashable, int], *, are_parameters: bool = False) -> bool:
         """Bundles are used, or parameters are trained in the step that begins.
